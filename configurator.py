@@ -70,25 +70,19 @@ def check_ranges(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         for number in value if isinstance(value, tuple) else (value,):
-            bound = _broken_bound(number, field.metadata)
-            if bound:
-                raise ConfigError(f"{field.name}={value}: must {bound}")
+            if not _is_within(number, field.metadata):
+                bounds = _range_text(field.metadata).removeprefix(", ")
+                raise ConfigError(f"{field.name}={value}: must be {bounds}")
 
 
-def _broken_bound(number: Any, metadata: Mapping[str, Any]) -> str:
-    """Say which bound of a key a number breaks; "" if it breaks none."""
+def _is_within(number: Any, metadata: Mapping[str, Any]) -> bool:
+    """Does a number keep the bounds of its key?"""
     least = metadata.get("least")
     most = metadata.get("most")
     if number is None or (number == 0 and metadata.get("zero")):
-        return ""
+        return True
     # nan is not >= anything
-    if least is not None and not number >= least:
-        if not least:
-            return "not be negative"
-        return f"be {'0 or ' if metadata.get('zero') else ''}at least {_shown(least)}"
-    if most is not None and not number <= most:
-        return f"be at most {_shown(most)}"
-    return ""
+    return (least is None or number >= least) and (most is None or number <= most)
 
 
 def _shown(number: float) -> str:

@@ -306,7 +306,9 @@ class Distillation(Objective):
         if is_wanted is None:
             is_wanted = student.meta.get("tokenizer") == "hf"
         if is_wanted:
-            export(student, folder)
+            # A folder is whole whenever it exists (common/output.py, whole_folder).
+            shutil.rmtree(folder / "hf", ignore_errors=True)
+            weights.export_hf(student, folder / "hf")
         self.summary = {
             **found,
             "norm_plan": self.plan,
@@ -504,23 +506,6 @@ def write_student(student: GPT, folder: Path, step: int) -> None:
     write_config(folder / "config.json", config, "the run is saved")
     state = {"step": step, "config": config, "meta": student.meta, "model": student.state_dict()}
     save_checkpoint(folder / BEST, state)
-
-
-def export(student: GPT, folder: Path) -> None:
-    """Write hf/. It is whole whenever it exists, and replaces that of an earlier end."""
-    target, new, old = (folder / name for name in ("hf", "hf.new", "hf.old"))
-    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed below
-    weights.export_hf(student, new)
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    try:
-        new.rename(target)
-    except OSError:
-        if old.exists():
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def total_loss(gpt: GPT, x: Tensor, ids: Tensor) -> float:

@@ -3,8 +3,8 @@
     python report.py out/demo
         loss curve of one run or more: out/demo/loss.png
     python report.py out/small --baseline=rms
-        every run folder in out/small: report.html and report.md with pictures, report.csv,
-        seeds.csv, into out/small
+        every run folder in out/small: report.html, report.md, report.csv, seeds.csv, into
+        out/small
     python report.py runs/ --baseline=rms --delta_val_loss=0.002 --out=results/mine
     python report.py results/cpu/table1/runs.tar.xz --baseline=rms --out=out/table1
         an archive of runs, as sweep.sh keeps them
@@ -48,9 +48,10 @@ from evidence.comparison import (
     pair_by_seed,
 )
 from evidence.names import short_name
-from evidence.plots import plot_differences, plot_loss
+from evidence.plots import plot_loss
 from evidence.runs import (
     METRICS,
+    Metric,
     Run,
     by_arm,
     check_same_norms,
@@ -87,8 +88,6 @@ ALONE = """\
 Nothing is compared, for no arm has two pairs. A pair differs in the norm alone: same seed, same
 data, same settings. Arms with learning rates of their own are compared by a plan that was declared
 before its runs, as repro/which_norm.py does (docs/which_norm.md)."""
-
-LONGEST_NAME = 19  # characters of an arm in the terminal's table of 80
 
 STABILITY = """\
 Divergence is a result: an arm of which runs diverged has no verdict on the rest. Clipped steps: the
@@ -228,18 +227,23 @@ def stability_rows(arms: Arms) -> list[list[Any]]:
     return table
 
 
+def mean_and_sd(metric: Metric, runs: dict[int, Run]) -> tuple[float | None, float | None]:
+    """Return mean and SD of a metric over runs; None where too few have it."""
+    values = [run.metrics[metric.name] for run in runs.values() if metric.name in run.metrics]
+    # The mean of speeds is geometric, because they are compared as ratios.
+    mean = gmean if metric.relative else np.mean
+    sd = np.std(values, ddof=1) if len(values) > 1 else None
+    return mean(values) if values else None, sd
+
+
 def seed_table(arms: Arms, metric: str) -> str:
     """Return the values of one metric: one row a seed, one column an arm, mean and SD below."""
     digits = 0 if metric == "tok_per_s" else 4
-    # The mean of speeds is geometric, because they are compared as ratios.
-    mean = gmean if METRICS[metric].relative else np.mean
     seeds = sorted({seed for runs in arms.values() for seed in runs})
     columns = [[*seeds, "mean", "SD"]]
     for runs in arms.values():
         values = [runs[seed].metrics.get(metric) if seed in runs else None for seed in seeds]
-        measured = [value for value in values if value is not None]
-        values.append(mean(measured) if measured else None)
-        values.append(np.std(measured, ddof=1) if len(measured) > 1 else None)
+        values += mean_and_sd(METRICS[metric], runs)
         columns.append([number(value, digits) for value in values])
     return markdown(["seed", *(f"`{arm}`" for arm in arms)], zip(*columns, strict=True))
 
@@ -348,12 +352,11 @@ def make_report(arms: Arms, baseline: str, deltas: dict[str, float]) -> Report:
     return Report(baseline, compared, stable, rows, unjudged, left_out + not_measured)
 
 
-def report_text(report: Report, plots: list[Path]) -> str:
-    """Return the whole of report.md, with these pictures of the same folder."""
+def report_text(report: Report) -> str:
+    """Return the whole of report.md."""
     arms = renamed(report.compared)
     baseline = short_name(report.baseline)
     parts = [f"# Norm types against `{baseline}`", header_text(arms), names_text(report.stable)]
-    parts += [f"![{plot.stem}]({plot.name})" for plot in plots]
     parts.append("## Verdicts")
     parts += verdict_sentences(report.judged, report.unjudged)
     if not report.rows:
@@ -413,7 +416,7 @@ class ReportConfig:
     baseline: str = key("", "arm that every other one is compared with; without: loss curves alone")
     out: str = key("", "folder that everything is written into, instead of that of the runs")
     plot: str = key("", "file for the loss curves of runs without a baseline")
-    pictures: bool = key(True, "make report.html, and pictures beside the tables")
+    pictures: bool = key(True, "make report.html, which has pictures")
     published: bool = key(False, "judge CoupledNorm's Table 1, and nothing else")
     delta_val_loss: float = key(0.0, "margin of val_loss and val_loss_full, post hoc", least=0.0)
     delta_train_loss: float = key(0.0, "margin of train_loss, post hoc", least=0.0)
@@ -432,14 +435,6 @@ def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
     if len(paths) > 1 and not config.plot:
         raise ConfigError("the runs are in several places: say where the output goes, --out=DIR")
     return paths[0] if paths[0].is_dir() else paths[0].parent
-
-
-def draw(arms: Arms, rows: list[Comparison], baseline: str, out: Path) -> list[Path]:
-    """Draw the pictures of report.md into `out`; `rows` are those that are judged."""
-    plots = [plot_loss(arms, out / "loss_tokens.png", baseline)]
-    if rows:
-        plots.append(plot_differences(rows, out / "differences.png"))
-    return plots
 
 
 def renamed(arms: Arms) -> Arms:
@@ -494,13 +489,10 @@ def page_of(report: Report) -> bytes:
 
 
 def write_report(report: Report, out: Path, pictures: bool) -> None:
-    """Write report.md, report.html, report.csv, seeds.csv and pictures. Raises UserError."""
+    """Write report.md, report.csv, seeds.csv, and with `pictures` report.html. Raises UserError."""
     with writing(out):
-        plots = []
-        if pictures:
-            plots = draw(renamed(report.compared), report.judged, short_name(report.baseline), out)
         texts = {
-            "report.md": report_text(report, plots),
+            "report.md": report_text(report),
             "report.csv": csv_text(
                 CSV_COLUMNS, [[value(row) for value in CSV_COLUMNS.values()] for row in report.rows]
             ),
@@ -522,27 +514,19 @@ def write_report(report: Report, out: Path, pictures: bool) -> None:
 
 
 def terminal_table(report: Report) -> str:
-    """Return the arms in the loss to decide by, at most 80 characters a line; "" without one."""
+    """Return the arms in the loss to decide by; "" without one."""
     rows = [row for row in report.judged if row.metric is report.judged[0].metric]
     if not rows:
         return ""
     metric = rows[0].metric
     found = {row.arm: row for row in rows}
-    lines = [["arm", "seeds", "mean", "SD", "differs", "95 % (Holm)", "verdict"]]
-    for place, (arm, runs) in enumerate(report.compared.items()):
-        values = [run.metrics[metric.name] for run in runs.values() if metric.name in run.metrics]
-        mean = np.mean(values) if values else None
-        spread = np.std(values, ddof=1) if len(values) > 1 else None
-        name = short_name(arm)
-        if len(name) > LONGEST_NAME:  # two names may be alike up to where they are cut
-            name = f"{name[: LONGEST_NAME - 4]} #{place}"
-        line = [name, str(len(values)), number(mean), number(spread)]
+    lines = [["arm", "mean", "SD", "differs", "95 % (Holm)", "verdict"]]
+    for arm, runs in report.compared.items():
         row = found.get(arm)
         tests = ["", "", ""]
         if row is not None:
-            tests = [row.show(row.estimate.mean), row.show_interval(row.verdict.interval)]
-            tests.append(row.two_words)
-        lines.append(line + tests)
+            tests = [row.show(row.estimate.mean), row.show_interval(row.verdict.interval), row.word]
+        lines.append([short_name(arm), *map(number, mean_and_sd(metric, runs)), *tests])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = [f"{metric.name}, {metric.unit}"]
     for arm, *numbers, verdict in lines:

@@ -157,7 +157,10 @@ train() {
   local worker=$1 name=$2 label=$3 run=$OUT/$2 began=$SECONDS status=0 last
   shift 3
   printf '%s\n' "$label" "$run/train.txt" >"$state/$worker"
-  "$PYTHON" -m evidence.claim "$run" bash -c "$start" - "$name" "$state/began/$name" \
+  mkdir -p "$run" 2>/dev/null || true  # train.py says what is wrong with it
+  # The command keeps the lock until it ends, however that is: a killed worker leaves none behind.
+  flock --no-fork --nonblock --conflict-exit-code=75 "$run/claim" \
+    bash -c "$start" - "$name" "$state/began/$name" \
     "${launcher[@]}" train.py "$@" &
   child=$!
   wait "$child" || status=$?

@@ -70,7 +70,7 @@ class Ranks:
             micro_batches: of a step, over all ranks.
 
         Raises:
-            ConfigError: the ranks do not divide the micro-batches, or a rank has no GPU.
+            ConfigError: the ranks do not divide the micro-batches.
         """
         rank = int(os.environ.get("RANK", 0))
         world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -83,7 +83,7 @@ class Ranks:
         if own.type == "cpu":
             keep_freed_memory()
         if own.type == "cuda":
-            own = _own_gpu(rank)
+            own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(own)
             torch.set_float32_matmul_precision("high")  # TF32, if a run computes in float32
         if "RANK" in os.environ:
@@ -158,11 +158,14 @@ class Ranks:
 
     def of_main(self, value: T) -> T:
         """Return the main rank's `value`, on every rank."""
-        if self.world_size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+        return self.of_all(value)[0]
+
+    def of_all(self, value: T) -> list[T]:
+        """Return every rank's `value`, on every rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
     def _first_problem(self, own: Exception | None) -> Exception | None:
         """Find the exception of the first rank that has one; all ranks must call this.
@@ -176,9 +179,7 @@ class Ranks:
             if is_unexpected:
                 text = f"rank {self.rank} failed: {type(own).__name__}: {own}"
             sent = (text, getattr(own, "exit_code", 1))
-        everyone: list[tuple[str, int] | None] = [None] * self.world_size
-        dist.all_gather_object(everyone, sent)
-        first = next(filter(None, everyone), None)
+        first = next(filter(None, self.of_all(sent)), None)
         if first is None or is_unexpected:
             return own
         text, exit_code = first
@@ -187,13 +188,10 @@ class Ranks:
         problem.on_every_rank = True
         return problem
 
-    def check_same(self, number: int, problem: str) -> None:
-        """Raise UserError(problem) on every rank unless their numbers are the same."""
-        # The largest number, and the smallest one negated.
-        bounds = torch.tensor([number, -number], device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        if bounds.sum() != 0:
+    def check_same(self, value: Any, problem: str) -> None:
+        """Raise UserError(problem) on every rank unless their values are the same."""
+        values = self.of_all(value)
+        if values != values[:1] * len(values):
             error = UserError(problem)
             error.on_every_rank = True
             raise error
@@ -210,15 +208,6 @@ def _join(device: torch.device) -> None:
             f"rank {os.environ['RANK']} does not find all other ranks within {PATIENCE} ({what}): "
             "start them all, and end those that are left of an earlier start"
         ) from None
-
-
-def _own_gpu(rank: int) -> torch.device:
-    """Find the GPU of this rank. Raises ConfigError if this machine has too few."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    count = torch.cuda.device_count()
-    if local >= count:
-        raise ConfigError(f"rank {rank} finds no GPU, there are {count}: start fewer ranks")
-    return torch.device("cuda", local)
 
 
 # ------------------------------------------------------------------------------------ DDP and FSDP2

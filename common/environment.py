@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import importlib.metadata
-import math
 import os
 import platform
 import re
@@ -61,14 +60,9 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, (1 << 31) - 1)
 
 
-def machine_memory() -> float:
-    """Return the bytes of memory that this machine has, swap included; inf if it does not say."""
-    try:
-        found = Path("/proc/meminfo").read_text(encoding="utf-8")
-        kilobytes = re.findall(r"^(?:MemTotal|SwapTotal): +(\d+) kB$", found, re.MULTILINE)
-        return sum(map(int, kilobytes)) * 1024 or math.inf
-    except OSError:
-        return math.inf
+def machine_memory() -> int:
+    """Return the bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cpuinfo() -> str:

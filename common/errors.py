@@ -1,6 +1,5 @@
 """Errors for users: one line that names the thing and the remedy, and an exit code."""
 
-import errno
 import os
 import re
 import sys
@@ -48,16 +47,10 @@ def cannot_write(what: object, error: OSError, kept: str = "") -> str:
         error: what the system says.
         kept: what is not lost; "" where nothing could be.
     """
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "make room"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        remedy = "get permission to write there"
-    else:
-        remedy = "check path and disk"
     reason = f"{what}: cannot be written ({error.strerror or error})"
     if kept:
         reason += f"; {kept}"
-    return f"{reason}: {remedy}, and repeat the command"
+    return f"{reason}: make room, get permission or choose another path, and repeat the command"
 
 
 def missing_on_this_machine(error: Exception) -> str | None:
@@ -65,29 +58,15 @@ def missing_on_this_machine(error: Exception) -> str | None:
 
     None for any other error.
     """
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{str(error.filename)[:60]}...: too long for the name of a file: shorten it"
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"this needs a package: pip install {error.name}"
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}: put that right, and repeat the command"
     text = f"{type(error).__name__}: {error}"
-    # PyTorch's allocator, Python's and NumPy's; sizes whose product has more than 63 bits
-    too_large = (
-        r"DefaultCPUAllocator: (can't allocate|not enough) memory",
-        r"^_?(Array)?MemoryError",
-        r"Storage size calculation overflowed|integer multiplication overflow",
-    )
-    if any(re.search(pattern, text) for pattern in too_large):
-        asked = re.search(r"tried to allocate \d+ bytes|Unable to allocate [\d.]+ \w+|$", text)[0]
+    # PyTorch's on a GPU and on a CPU, Python's and NumPy's
+    if re.search("OutOfMemoryError|DefaultCPUAllocator|^_?(Array)?MemoryError", text):
         return (
-            f"this machine's memory is too small ({asked or 'no size known'}): lower the batch, "
-            "the context or the model's sizes"
-        )
-    if "OutOfMemoryError" in text:
-        asked = re.search(r"Tried to allocate [\d.]+ \w+|$", text)[0]
-        return (
-            f"the GPU's memory is too small ({asked}): lower the batch or other sizes (train.py "
+            f"the memory is too small ({one_line(text)}): lower the batch or other sizes (train.py "
             "does the same with a smaller batch_size and as many times more "
             "gradient_accumulation_steps)"
         )

@@ -3,11 +3,9 @@
 This imports matplotlib, which takes a second, so programs import it where they draw.
 """
 
-import io
 from pathlib import Path
 
 import matplotlib
-from PIL import Image
 
 from common.errors import UserError, cannot_write
 from common.output import check_replaceable
@@ -48,22 +46,10 @@ def check_picture(target: Path) -> None:
 
 
 def save(figure: plt.Figure, target: Path) -> Path:
-    """Write a figure and close it; a PNG gets a palette, which takes a quarter of the bytes.
-
-    Raises UserError.
-    """
+    """Write a figure and close it. Raises UserError."""
     check_picture(target)
     try:
-        if target.suffix != ".png":
-            figure.savefig(target)
-        else:
-            drawn = io.BytesIO()
-            figure.savefig(drawn, format="png", dpi=110)
-            picture = Image.open(drawn).convert("RGB")
-            # Of Pillow's methods, MAXCOVERAGE keeps every colour within 16 of 255. Dithering would
-            # cost bytes.
-            palette = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-            palette.save(target, optimize=True)
+        figure.savefig(target, dpi=110)
     except OSError as error:
         raise UserError(cannot_write(target, error)) from None
     finally:

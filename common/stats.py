@@ -19,6 +19,7 @@ from scipy.optimize import brentq
 ALPHA = 0.05  # of every test, after correction
 POWER = 0.8  # for the minimal detectable effect and the number of seeds
 QUANTILES = 1000  # of the observed SD, in the power of TOST
+TINY = 1e-300
 LARGEST = 1e3  # SDs: a difference or a margin that is found with any two pairs
 
 # What a verdict says about the direction of a difference, and about the margin.
@@ -41,16 +42,17 @@ class Estimate:
     se: float  # standard error of the mean, not the standard deviation of the sample
     df: float  # degrees of freedom
 
+    def below(self, distance: float) -> float:
+        """Return the chance that Student's t is below `distance`, in the unit of the mean."""
+        # Differences may all be equal.
+        return float(special.stdtr(self.df, distance / max(self.se, TINY)))
+
     def p_value(self) -> float:
         """Return the two-sided p of Student's t for a true difference of zero."""
-        if self.se == 0:
-            return 1.0 if self.mean == 0 else 0.0
-        return float(2 * special.stdtr(self.df, -abs(self.mean) / self.se))
+        return 2 * self.below(-abs(self.mean))
 
     def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
         """Return the t interval of confidence 1 - alpha."""
-        if self.se == 0:
-            return self.mean, self.mean
         half = -float(special.stdtrit(self.df, alpha / 2)) * self.se
         return self.mean - half, self.mean + half
 
@@ -59,10 +61,7 @@ class Estimate:
 
         Two one-sided t tests; p is the larger of theirs (Schuirmann 1987).
         """
-        room = delta - abs(self.mean)
-        if self.se == 0:
-            return 0.0 if room > 0 else 1.0
-        return float(special.stdtr(self.df, -room / self.se))
+        return self.below(abs(self.mean) - delta)
 
     def beyond(self, delta: float) -> float:
         """Return p of the test that the true difference lies outside [-delta, delta].
@@ -72,11 +71,7 @@ class Estimate:
         side; for a margin of zero it is `p_value`, and it is never less.
         """
         distance = abs(self.mean)
-        if self.se == 0:
-            return 0.0 if distance > delta else 1.0
-        near = special.stdtr(self.df, (delta - distance) / self.se)
-        far = special.stdtr(self.df, -(distance + delta) / self.se)
-        return float(near + far)
+        return self.below(delta - distance) + self.below(-distance - delta)
 
 
 def paired(differences: np.ndarray) -> Estimate:

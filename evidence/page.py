@@ -18,8 +18,7 @@ from plotly.subplots import make_subplots
 from common.plotting import COLORS as ON_WHITE
 from evidence.comparison import Arms, Comparison
 from evidence.names import short_name
-from evidence.plots import in_units
-from evidence.runs import Run
+from evidence.runs import Metric, Run
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 COLORS = [*ON_WHITE[:-1], "#888888"]  # black would not show on a dark page
@@ -53,6 +52,13 @@ def styled(figure: go.Figure, height: int) -> str:
     figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID)
     figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID)
     return figure.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True})
+
+
+def in_units(metric: Metric, differences: np.ndarray | float) -> np.ndarray:
+    """Return differences as they are shown: per cent for a relative metric."""
+    if metric.relative:
+        return 100 * np.expm1(differences)
+    return np.asarray(differences)
 
 
 def forest(rows: list[Comparison], arms: Arms) -> str:

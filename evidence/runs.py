@@ -4,6 +4,7 @@ An arm is the norm type with all its norm keys. Runs are paired by seed, and onl
 nothing else but their names.
 """
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,6 @@ import numpy as np
 from common.errors import UserError
 from common.fingerprint import data_difference
 from common.old_keys import RETIRED, as_today, chosen_then
-from common.output import parse_json
 from evidence.archive import SUFFIX, Content, by_run, files_of, read, read_file
 
 # Norm keys and their defaults, for older logs that do not record them: those of every norm type
@@ -81,27 +81,6 @@ BEFORE_THE_KEY = {
 }
 # What the start event tells beside the config, and what it was in older logs without it.
 PLACE = {"world_size": None, "device": None, "float32_products": "highest"}
-NUMBER = (int, float, type(None))  # None: it was not finite
-LIST = (list, type(...))  # ...: older logs do not have it
-# kind of event -> the fields that are read here, and their types
-FIELDS: dict[str, dict[str, Any]] = {
-    "start": {"config": dict},
-    "step": {"step": int, "loss": NUMBER, "tok_per_s": NUMBER},
-    "eval": {"step": int, "val_loss": NUMBER},
-    "rms": {"step": int, "rms": LIST, "drift": LIST, "spread": LIST},
-    "val_full": {"step": int, "val_loss_full": NUMBER},
-    "stability": {"step": int, "clipped": NUMBER, "spikes": NUMBER, "attention_logit": NUMBER},
-    "resume": {"step": int, "changed": LIST},
-    "end": {"reason": str},
-}
-START = {
-    "device": str,
-    "versions": dict,
-    "n_params": int,
-    "tokens_per_step": int,
-    "norm_keys": (dict, type(...)),
-}
-CONFIG = {"norm_type": str, "seed": int, "max_iters": int}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 RULES = ("acc", "acc_norm")  # how HellaSwag's choice is made (evals/hellaswag.py)
 
@@ -147,17 +126,11 @@ class Run:
         self.config: dict[str, Any] = chosen_then(as_today(self.start["config"]), device)
 
     def check(self) -> None:
-        """Raise UserError if the start event lacks something that a comparison needs."""
+        """Raise UserError for a run that cannot be compared with those of train.py."""
         if "teacher" in self.config:
             raise UserError(
                 f"{self.name}: a run of distill.py, and only runs of train.py are compared: name "
                 "those (docs/posthoc.md says how a student is judged)"
-            )
-        problem = wrong_field(self.start, START) or wrong_field(self.config, CONFIG)
-        if problem or not isinstance(self.start["versions"].get("torch"), str):
-            raise UserError(
-                f"{self.name}: its start event is damaged: {problem or 'no version of torch'}: "
-                "leave this run out, or train it again"
             )
 
     @property
@@ -266,20 +239,10 @@ class Run:
     def documents(self) -> np.ndarray:
         """Tokens and nats of each document of the val split, (2, documents).
 
-        (2, 0) if the log does not have them. Raises UserError for lists that do not fit together.
+        (2, 0) if the log does not have them.
         """
-        tokens = self.whole_split.get("document_tokens", [])
-        nats = self.whole_split.get("document_nats", [])
-        try:
-            found = np.array([tokens, nats], dtype=float)
-        except (ValueError, TypeError):
-            found = np.empty(0)
-        if found.ndim != 2 or not np.isfinite(found).all():
-            raise UserError(
-                f"{self.name}: the documents of its val_full event are damaged: leave this run "
-                "out, or train it again"
-            )
-        return found
+        names = ("document_tokens", "document_nats")
+        return np.array([self.whole_split.get(name, []) for name in names], dtype=float)
 
     @property
     def _changes(self) -> list[str]:
@@ -326,20 +289,15 @@ class Run:
         """What the run chose on HellaSwag's m items; empty if it was not scored.
 
         For each rule, bool (m,): was the choice right? And "item" (m, 2): number and label of each
-        item. Raises UserError for a damaged file.
+        item.
         """
         if "hellaswag.jsonl" not in self.files:
             return {}
-        try:
-            rows = [parse_json(line) for line in self.files["hellaswag.jsonl"].splitlines()]
-            items = {"item": np.array([(row["item"], row["label"]) for row in rows])}
-            for rule in RULES:
-                items[rule] = np.array([row[f"{rule}_choice"] == row["label"] for row in rows])
-            return items
-        except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"{self.name}: its hellaswag.jsonl is damaged: remove it and score the run again"
-            ) from None
+        rows = [json.loads(line) for line in self.files["hellaswag.jsonl"].splitlines()]
+        items = {"item": np.array([(row["item"], row["label"]) for row in rows])}
+        for rule in RULES:
+            items[rule] = np.array([row[f"{rule}_choice"] == row["label"] for row in rows])
+        return items
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -391,38 +349,18 @@ def parse_log(content: bytes, name: str) -> list[dict]:
     lines = content.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            event = parse_json(line)
+            events.append(json.loads(line))
         except ValueError:
-            if number == len(lines):
-                break
-            event = None
-        if problem := damage(event):
-            raise UserError(
-                f"{name}: line {number} of its log is damaged: {problem}: leave this run out, or "
-                "train it again"
-            )
-        events.append(event)
-    if not events or events[0]["event"] != "start":
+            if number < len(lines):
+                raise UserError(
+                    f"{name}: line {number} of its log is damaged: leave this run out, or train it "
+                    "again"
+                ) from None
+    if not events or "config" not in events[0]:
         raise UserError(
             f"{name}: does not begin with a start event: no run's log, or damaged: leave it out"
         )
     return events
-
-
-def damage(event: Any) -> str:
-    """Say what is wrong with an event of a log; "" if its fields are of the right types."""
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return "no event"
-    return wrong_field(event, FIELDS.get(event["event"], {}))
-
-
-def wrong_field(values: dict[str, Any], kinds: dict[str, Any]) -> str:
-    """Name the first field that is missing or of another type than its one in `kinds`; or ""."""
-    for name, kind in kinds.items():
-        value = values.get(name, ...)
-        if isinstance(value, bool) or not isinstance(value, kind):
-            return f"{name} is {str(value)[:40]!r}" if name in values else f"it has no {name}"
-    return ""
 
 
 def find_runs(paths: list[Path]) -> list[Run]:

@@ -27,7 +27,7 @@ from training.provenance import (
     find_provenance,
     saved_provenance,
 )
-from training.tracker import TRACKERS, check_tracker
+from training.tracker import TRACKERS
 
 # Keys that a finished run may be asked for again with: they change nothing that it has measured.
 FREE_AT_THE_END = {
@@ -118,7 +118,7 @@ class RunFolder:
         ranks: this process and the others.
 
     Raises:
-        UserError: another process works in the folder, or the tracker is not installed.
+        UserError: another process works in the folder.
     """
 
     def __init__(self, config: RunKeys, ranks: Ranks):
@@ -133,7 +133,6 @@ class RunFolder:
         self.changed: list[str] = []  # what differs from the run that is resumed
         is_main = ranks.is_main
         self.log = RunLog(self.path, config.max_iters, is_main)
-        ranks.together(lambda: check_tracker(config.tracker if is_main else "off"))
         # No other process may be in the folder when we look for a checkpoint there.
         self.lock = ranks.together(
             lambda: FolderLock(self.path, lambda: self.stop_signal.name, active=is_main)

@@ -4,28 +4,13 @@ Each is a package of its own, imported only where it is asked for.
 """
 
 import contextlib
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 
-# tracker -> the package that it needs
-PACKAGES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "tensorboard"}
-TRACKERS = ("off", *PACKAGES)
-
-
-def check_tracker(tracker: str) -> None:
-    """Check that the run's tracker is installed. Raises UserError."""
-    if tracker == "off":
-        return
-    package = importlib.util.find_spec(PACKAGES[tracker])
-    # A folder wandb/, which Weights & Biases leaves behind, is found as a package without a file.
-    if package is None or package.origin is None:
-        raise UserError(
-            f"{tracker} is not installed: pip install {PACKAGES[tracker]}, or --tracker=off"
-        )
+TRACKERS = ("off", "wandb", "trackio", "tensorboard")  # each needs the package of its name
 
 
 class _TensorBoard:
@@ -100,7 +85,8 @@ def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
     except Exception as error:  # whatever its network, its database and the disk raise
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{tracker} cannot start ({reason}): put it right, or leave the tracker off"
+            f"{tracker} cannot start ({reason}): pip install {tracker}, put right what it says, or "
+            "leave the tracker off"
         ) from None
 
 

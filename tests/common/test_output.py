@@ -20,7 +20,7 @@ import hellaswag
 import report
 from bench import aot
 from bench import fold as bench_fold
-from common.errors import CheckpointError, HFError, UserError, cannot_write
+from common.errors import CheckpointError, HFError, UserError
 from common.output import whole_folder, write_bytes_atomically, write_results
 from evals import lm_eval_model
 from hf.weights import export_hf
@@ -156,7 +156,7 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_old_one(tmp_path):
     before = path.read_bytes()
     with (
         no_room(10_000),
-        pytest.raises(CheckpointError, match=r"last\.pt: cannot be written .*make room"),
+        pytest.raises(CheckpointError, match=r"last\.pt: cannot be written"),
     ):
         save_checkpoint(path, {"model": {"weight": torch.ones(100_000)}})
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["ckpt_last.pt"]
@@ -167,28 +167,11 @@ def test_a_log_on_a_full_disk_is_one_line(tmp_path):
     log.open({}, None, {}, [])
     with (
         no_room((tmp_path / "log.jsonl").stat().st_size + 3),
-        pytest.raises(UserError, match=r"log\.jsonl: cannot be written .*make room"),
+        pytest.raises(UserError, match=r"log\.jsonl: cannot be written"),
     ):
         log.event("step", step=1, loss=2.0)
     log.event("step", step=2, loss=2.0)  # closed: nothing is tried again
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) <= 2
-
-
-@pytest.mark.parametrize(
-    "number, remedy",
-    [
-        (errno.ENOSPC, "make room"),
-        (errno.EACCES, "get permission to write there"),
-        (errno.EROFS, "get permission to write there"),
-        (errno.EIO, "check path and disk"),
-    ],
-)
-def test_a_refused_write_names_a_remedy(number, remedy):
-    error = OSError(number, os.strerror(number))
-    assert cannot_write("out=a", error, "b is untouched") == (
-        f"out=a: cannot be written ({os.strerror(number)}); b is untouched: {remedy}, and repeat "
-        "the command"
-    )
 
 
 def test_a_log_that_the_disk_does_not_confirm_is_one_line(tmp_path, monkeypatch):
@@ -199,7 +182,7 @@ def test_a_log_that_the_disk_does_not_confirm_is_one_line(tmp_path, monkeypatch)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(UserError, match=r"log\.jsonl: cannot be written .*checkpoint is untouched"):
+    with pytest.raises(UserError, match=r"log\.jsonl: cannot be written.*untouched"):
         log.sync()
     with pytest.raises(UserError, match=r"log\.jsonl: cannot be written"):
         RunLog(tmp_path, 10, active=True).open({}, 0, {}, [])
@@ -234,7 +217,7 @@ def test_a_folder_gets_its_name_when_it_is_whole(tmp_path):
 
 def test_an_export_on_a_full_disk_leaves_nothing(tmp_path):
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=64, norm_type="layer"))
-    with no_room(20_000), pytest.raises(HFError, match=r"hf: cannot be written .*make room"):
+    with no_room(20_000), pytest.raises(HFError, match=r"hf: cannot be written"):
         export_hf(model, tmp_path / "hf")
     assert os.listdir(tmp_path) == []
     with warnings.catch_warnings():

@@ -156,7 +156,7 @@ def test_a_model_that_rank_0_could_not_save_is_refused_at_the_start(launch, tiny
     words = (*FSDP, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     job = launch(*words, ranks=2, patch=("small_machine", {"size": 100_000}))
     assert job.wait() == [2, 2] and "11,264 weights" in job.text(), job.text()
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/log.jsonl").exists()
 
 
 def test_compiled(launch, tiny_data, tmp_path):
