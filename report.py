@@ -22,7 +22,7 @@ import html
 import io
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,82 +121,84 @@ def text_cell(row: Comparison) -> str:
     return "" if row.text is None else row.show_interval((row.text.low, row.text.high))
 
 
-# Heading -> cell, of the table of verdicts in report.md.
-VERDICT_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
-    "metric": lambda row: row.metric.name,
-    "arm": lambda row: f"`{row.name}`",
-    "verdict": lambda row: f"**{row.word}**",
-    "seeds": lambda row: len(row.seeds),
-    "difference": lambda row: row.show(row.estimate.mean),
-    "Holm interval": lambda row: row.show_interval(row.verdict.interval),
-    "in tokens": Comparison.show_tokens,
-    "without one document": text_cell,
-}
-
-# The same, of the table of tests below it.
-TEST_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
-    "metric": lambda row: row.metric.name,
-    "arm": lambda row: f"`{row.name}`",
-    "SD": lambda row: row.show(row.sd, sign=False),
-    "95 % interval": lambda row: row.show_interval(row.estimate.interval()),
-    "p": lambda row: f"{row.verdict.p:.3g}",
-    "p Holm": lambda row: f"{row.verdict.p_holm:.3g}",
-    "p TOST (margin)": tost_cell,
-    "p beyond": lambda row: f"{row.verdict.p_beyond:.3g}" if row.delta else "",
-    "p sign-flip": lambda row: f"{row.sign_flip:.3g}",
-    "BCa 95 %": lambda row: row.show_interval(row.bootstrap),
-    "detectable": lambda row: row.show(row.detectable, sign=False),
-    "power within": lambda row: number(row.power_within, 2) if row.delta else "",
-    "needed": lambda row: row.needed or "n/a",
-}
-
-# Column -> value, of report.csv. Numbers are not rounded; relative metrics are log ratios.
-CSV_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
-    "metric": lambda row: row.metric.name,
-    "arm": lambda row: row.arm,
-    "baseline": lambda row: row.baseline,
-    "n_seeds": lambda row: len(row.seeds),
-    "mean_difference": lambda row: row.estimate.mean,
-    "sd_difference": lambda row: row.sd,
-    "standard_error": lambda row: row.estimate.se,
-    "low": lambda row: row.estimate.interval()[0],
-    "high": lambda row: row.estimate.interval()[1],
-    "low_holm": lambda row: row.verdict.interval[0],
-    "high_holm": lambda row: row.verdict.interval[1],
-    "p_t": lambda row: row.verdict.p,
-    "p_holm": lambda row: row.verdict.p_holm,
-    "p_tost": lambda row: row.verdict.p_tost,
-    "p_beyond": lambda row: row.verdict.p_beyond,
-    "delta": lambda row: row.delta,
-    "delta_kind": lambda row: row.delta_kind,
-    "p_sign_flip": lambda row: row.sign_flip,
-    "low_bca": lambda row: row.bootstrap[0],
-    "high_bca": lambda row: row.bootstrap[1],
-    "detectable": lambda row: row.detectable,
-    "power_within": lambda row: row.power_within,
-    "seeds_needed": lambda row: row.needed,
-    "is_log_ratio": lambda row: row.metric.relative,
-    "token_share": lambda row: row.tokens(row.estimate.mean),
-    "low_document": lambda row: row.text and row.text.low,
-    "high_document": lambda row: row.text and row.text.high,
-    "direction": lambda row: row.verdict.direction,
-    "margin_verdict": lambda row: row.verdict.margin,
-    "verdict": lambda row: row.word,
-}
+def verdict_cells(row: Comparison) -> dict[str, Any]:
+    """Return a line of the table of verdicts: heading -> cell."""
+    return {
+        "metric": row.metric.name,
+        "arm": f"`{row.name}`",
+        "verdict": f"**{row.word}**",
+        "seeds": len(row.seeds),
+        "difference": row.show(row.estimate.mean),
+        "Holm interval": row.show_interval(row.verdict.interval),
+        "in tokens": row.show_tokens(),
+        "without one document": text_cell(row),
+    }
 
 
-def cells_of(
-    rows: list[Comparison], columns: dict[str, Callable[[Comparison], Any]]
-) -> tuple[list[str], list[tuple[Any, ...]]]:
+def test_cells(row: Comparison) -> dict[str, Any]:
+    """Return a line of the table of tests below it."""
+    return {
+        "metric": row.metric.name,
+        "arm": f"`{row.name}`",
+        "SD": row.show(row.sd, sign=False),
+        "95 % interval": row.show_interval(row.estimate.interval()),
+        "p": f"{row.verdict.p:.3g}",
+        "p Holm": f"{row.verdict.p_holm:.3g}",
+        "p TOST (margin)": tost_cell(row),
+        "p beyond": f"{row.verdict.p_beyond:.3g}" if row.delta else "",
+        "p sign-flip": f"{row.sign_flip:.3g}",
+        "BCa 95 %": row.show_interval(row.bootstrap),
+        "detectable": row.show(row.detectable, sign=False),
+        "power within": number(row.power_within, 2) if row.delta else "",
+        "needed": row.needed or "n/a",
+    }
+
+
+def csv_cells(row: Comparison) -> dict[str, Any]:
+    """Return a line of report.csv. Numbers are not rounded; relative metrics are log ratios."""
+    return {
+        "metric": row.metric.name,
+        "arm": row.arm,
+        "baseline": row.baseline,
+        "n_seeds": len(row.seeds),
+        "mean_difference": row.estimate.mean,
+        "sd_difference": row.sd,
+        "standard_error": row.estimate.se,
+        "low": row.estimate.interval()[0],
+        "high": row.estimate.interval()[1],
+        "low_holm": row.verdict.interval[0],
+        "high_holm": row.verdict.interval[1],
+        "p_t": row.verdict.p,
+        "p_holm": row.verdict.p_holm,
+        "p_tost": row.verdict.p_tost,
+        "p_beyond": row.verdict.p_beyond,
+        "delta": row.delta,
+        "delta_kind": row.delta_kind,
+        "p_sign_flip": row.sign_flip,
+        "low_bca": row.bootstrap[0],
+        "high_bca": row.bootstrap[1],
+        "detectable": row.detectable,
+        "power_within": row.power_within,
+        "seeds_needed": row.needed,
+        "is_log_ratio": row.metric.relative,
+        "token_share": row.tokens(row.estimate.mean),
+        "low_document": row.text and row.text.low,
+        "high_document": row.text and row.text.high,
+        "direction": row.verdict.direction,
+        "margin_verdict": row.verdict.margin,
+        "verdict": row.word,
+    }
+
+
+def table_of(lines: Iterable[dict[str, Any]]) -> str:
+    """Return a Markdown table."""
+    return markdown(*filled(list(lines)))
+
+
+def filled(lines: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Return header and lines of a table, without columns that are empty in all lines."""
-    cells = {heading: [cell(row) for row in rows] for heading, cell in columns.items()}
-    filled = {heading: column for heading, column in cells.items() if any(column)}
-    return list(filled), list(zip(*filled.values(), strict=True))
-
-
-def table_of(rows: list[Comparison], columns: dict[str, Callable[[Comparison], Any]]) -> str:
-    """Return a Markdown table of comparisons."""
-    return markdown(*cells_of(rows, columns))
+    header = [heading for heading in lines[0] if any(line[heading] for line in lines)]
+    return header, [[line[heading] for heading in header] for line in lines]
 
 
 STABILITY_HEADER = ("arm", "runs", "diverged", "clipped steps", "spikes a run")
@@ -362,8 +364,8 @@ def report_text(report: Report) -> str:
     if not report.rows:
         parts.append("No arm has two seeds in common with the baseline.")
     if report.judged:
-        parts += [table_of(report.judged, VERDICT_COLUMNS), exchange_text(arms, baseline)]
-        parts += ["## Tests", table_of(report.judged, TEST_COLUMNS)]
+        parts += [table_of(map(verdict_cells, report.judged)), exchange_text(arms, baseline)]
+        parts += ["## Tests", table_of(map(test_cells, report.judged))]
     parts.append(HOW)
     if stability := stability_rows(report.stable):
         parts += ["## Stability", markdown(STABILITY_HEADER, stability), STABILITY]
@@ -376,7 +378,10 @@ def report_text(report: Report) -> str:
     if report.others:
         parts.append("## Appendix: not judged")
         parts += verdict_sentences(report.others)
-        parts += [table_of(report.others, VERDICT_COLUMNS), table_of(report.others, TEST_COLUMNS)]
+        parts += [
+            table_of(map(verdict_cells, report.others)),
+            table_of(map(test_cells, report.others)),
+        ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -399,10 +404,13 @@ def verdict_sentences(rows: list[Comparison], unjudged: list[str] | None = None)
     return texts
 
 
-def csv_text(header: Iterable[str], rows: Iterable[list[Any]]) -> str:
-    """Return a CSV file's content."""
+def csv_text(lines: list[dict[str, Any]]) -> str:
+    """Return a CSV file's content; "" without lines."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([list(header), *rows])
+    if lines:
+        writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
     return text.getvalue()
 
 
@@ -468,8 +476,10 @@ def arms_text(arms: Arms) -> str:
 def page_of(report: Report) -> bytes:
     """Return report.html: what report.md says, with pictures that answer the pointer."""
     arms, rows = report.compared, report.judged
-    verdicts = page.table(*cells_of(rows, VERDICT_COLUMNS), [row.arm for row in rows])
-    sections = {"Verdicts": verdicts if rows else f"<p>{ALONE}</p>"}
+    sections = {"Verdicts": f"<p>{ALONE}</p>"}
+    if rows:
+        cells = filled([verdict_cells(row) for row in rows])
+        sections["Verdicts"] = page.table(*cells, [row.arm for row in rows])
     sections["Verdicts"] += "".join(f"<p>{html.escape(line)}</p>" for line in report.unjudged)
     for name, its in by_metric(rows).items():
         sections[f"Differences: {name}"] = page.forest(its, arms)
@@ -491,19 +501,15 @@ def page_of(report: Report) -> bytes:
 def write_report(report: Report, out: Path, pictures: bool) -> None:
     """Write report.md, report.csv, seeds.csv, and with `pictures` report.html. Raises UserError."""
     with writing(out):
+        seeds = [
+            {"arm": arm, "seed": seed} | dict.fromkeys(METRICS) | run.metrics
+            for arm, runs in report.compared.items()
+            for seed, run in sorted(runs.items())
+        ]
         texts = {
             "report.md": report_text(report),
-            "report.csv": csv_text(
-                CSV_COLUMNS, [[value(row) for value in CSV_COLUMNS.values()] for row in report.rows]
-            ),
-            "seeds.csv": csv_text(
-                ["arm", "seed", *METRICS],
-                [
-                    [arm, seed, *map(run.metrics.get, METRICS)]
-                    for arm, runs in report.compared.items()
-                    for seed, run in sorted(runs.items())
-                ],
-            ),
+            "report.csv": csv_text([csv_cells(row) for row in report.rows]),
+            "seeds.csv": csv_text(seeds),
         }
         for name, content in texts.items():
             check_replaceable(out / name, re.escape(content[:9].encode()))

@@ -13,7 +13,7 @@
 #   NPROC      processes a run, started by torchrun            (1)
 #   JOBS       runs side by side, one CPU core each            (1)
 #
-# Before the first run it prints which differences its seeds will find with 80 % power.
+# Needs bash 4 and flock (util-linux). Before the first run it prints which differences its seeds will find with 80 % power.
 #
 # All arms of a seed run one after the other, each time beginning with another arm, so that a drift
 # of the machine's speed affects all alike. After an interruption, run it again: finished runs are

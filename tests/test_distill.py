@@ -419,18 +419,6 @@ def test_memory_estimate(keys, bytes_of_weight, capsys, run_folder):
     assert parts["total"] == sum(parts[name] for name in added)
 
 
-def test_memory_estimate_of_a_published_shape():
-    config = distill.teacher_config("random:qwen3-8b")  # at once: no weights are drawn
-    parts, without, full = (
-        adapters.memory(config, method, 1024, 8 * 1024, low=True, checkpointing=checkpointing)
-        for method, checkpointing in (("dora", True), ("dora", False), ("full", True))
-    )
-    assert parts["parameters"] == 8_190_735_360
-    assert 60 < parts["total"] / adapters.GIB < 130  # one GPU of 141 GB
-    assert without["total"] > parts["total"]
-    assert full["weights"] == 4 * full["parameters"] and full["trained"] == 18 * full["parameters"]
-
-
 @pytest.mark.parametrize("method", ["full", "lora", "dora"])
 def test_the_estimate_of_activations_is_what_backward_keeps(method, monkeypatch):
     """Bytes of all tensors with a row a token, of one block more, under autocast to bfloat16."""
@@ -529,27 +517,9 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
         path.write_text("old\n")
     keys = {"PYTHON": str(tmp_path / "python"), "OUT": str(out), "RESULTS": str(results)}
 
-    def call(**more) -> subprocess.CompletedProcess:
-        env = {**os.environ, **keys, "JOBS": "2", **more}
-        command = ["bash", "repro/posthoc.sh", str(tmp_path)]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True)
-
-    # What is wrong is said before anything is trained or written.
-    for wrong in ({"RATE": "abc"}, {"JOBS": "0"}):
-        refused = call(**wrong)
-        assert refused.returncode == 2 and refused.stderr.startswith(b"error: "), wrong
-    assert not (tmp_path / "calls").exists() and not out.exists()
-
-    # After a run that stopped nothing else begins, and nothing is judged.
-    stopped = call(SEEDS="3", RATE="2e-4", STOPPED="student-0-3", JOBS="1")
-    assert stopped.returncode and b"student-0-3: stopped" in stopped.stderr
-    assert "repro/posthoc_table.py" not in (tmp_path / "calls").read_text()
-    shutil.rmtree(out)
-    for name in ("calls", "words"):
-        (tmp_path / name).unlink()
-
+    command = ["bash", "repro/posthoc.sh", str(tmp_path)]
     for _ in range(2):
-        assert call().returncode == 0
+        subprocess.run(command, cwd=tmp_path, env=os.environ | keys | {"JOBS": "2"}, check=True)
     calls = (tmp_path / "calls").read_text().split()
     steps = ("posthoc.rms_stats", "repro/posthoc_table.py")
     assert [calls.count(step) for step in steps] == [1, 2 * 3]

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TINY, losses, write_tiny_shards
+from helpers import ROOT, TINY, write_tiny_shards
 
 from common.errors import one_line, run_program
 from data.shards import HEADER_BYTES
@@ -111,25 +111,6 @@ def test_corrupt_shard(complaint, tmp_path, change, part):
 def test_block_size_beyond_the_shard(complaint, tmp_path):
     folder = write_tiny_shards(tmp_path / "data", train=100, val=100)
     assert "block_size=128" in complaint(f"--data_dir={folder}", "--block_size=128", code=1)
-
-
-def test_torn_checkpoint_falls_back_to_the_other_and_says_so(
-    complaint, train_ok, tiny_data, tmp_path
-):
-    run = tmp_path / "run"
-    words = (*TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={run}")
-    train_ok(*words)
-    whole = losses(run)
-    last = (run / "ckpt_last.pt").read_bytes()
-    (run / "ckpt_last.pt").write_bytes(last[: len(last) // 2])
-    text = train_ok(*words).text()
-    assert "ckpt_last.pt: torn" in text and "ckpt_best.pt" in text and losses(run) == whole
-    for name in ("ckpt_last.pt", "ckpt_best.pt"):
-        (run / name).write_bytes(b"no checkpoint")
-    log = (run / "log.jsonl").read_bytes()
-    line = complaint("--eval_interval=20", code=1)
-    assert "ckpt_last.pt" in line and "ckpt_best.pt" in line
-    assert (run / "log.jsonl").read_bytes() == log  # nothing was lost
 
 
 def test_checkpoint_of_another_shape_and_never_overwriting(
