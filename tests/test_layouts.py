@@ -124,7 +124,6 @@ class Plain:
     groups: int = 1
     weight: float | None = None  # of the stream in the sum
     plain_at: int | None = None  # the position where that weight is 1 nevertheless (KEEL)
-    share: float = 0.25
     sections: tuple[str, ...] = ()  # of by_letters
     alpha: float | tuple[float, ...] = 1.0  # of the positions that share
     detach: bool = True
@@ -253,80 +252,6 @@ def place(position: int) -> str:
 # Each layout: (plain model g, embeddings x) -> what the head reads. b counts blocks from 0.
 
 
-def pre(g: Plain, x: Tensor) -> Tensor:
-    """x = x + F(N(x)); a norm at the end. Radford et al. 2019."""
-    for b in range(L):
-        x = x + g.A(b, g.N(at(2 * b), x))
-        x = x + g.M(b, g.N(at(2 * b + 1), x))
-    return g.N(at(2 * L), x)
-
-
-def post(g: Plain, x: Tensor) -> Tensor:
-    """x = N(x + F(x)). Vaswani et al. 2017."""
-    a = 1.0 if g.weight is None else g.weight
-    for b in range(L):
-        x = g.N(at(2 * b + 1), a * x + g.A(b, x))
-        x = g.N(at(2 * b + 2), a * x + g.M(b, x))
-    return x
-
-
-def mixln(g: Plain, x: Tensor) -> Tensor:
-    """Blocks 1 .. floor(a L) are Post-LN, the others Pre-LN, and so there is a final norm."""
-    first = math.floor(g.share * L)
-    for b in range(first):
-        x = g.N(at(2 * b + 1), x + g.A(b, x))
-        x = g.N(at(2 * b + 2), x + g.M(b, x))
-    for b in range(first, L):
-        at_border = first and b == first
-        x = x + g.A(b, g.N(place(2 * b) + ".reader" if at_border else at(2 * b), x))
-        x = x + g.M(b, g.N(at(2 * b + 1), x))
-    return g.N(place(2 * L) + ".reader" if first == L else at(2 * L), x)
-
-
-def peri(g: Plain, x: Tensor) -> Tensor:
-    """x = N(x) at first, x = x + N(F(N(x))), a norm at the end. Kim et al. 2025."""
-    x = g.N("norm_e.norm", x)
-    for b in range(L):
-        read = at(2 * b)
-        out = place(2 * b + 1) + ".output"
-        x = x + g.N(out, g.A(b, g.N(read, x)), g.output_eps)
-        out = place(2 * b + 2) + ".output"
-        x = x + g.N(out, g.M(b, g.N(at(2 * b + 1), x)), g.output_eps)
-    return g.N(at(2 * L), x)
-
-
-def olmo2(g: Plain, x: Tensor) -> Tensor:
-    """x = x + N(F(x)), a norm at the end. OLMo et al. 2025."""
-    for b in range(L):
-        x = x + g.N(place(2 * b + 1) + ".output", g.A(b, x), g.output_eps)
-        x = x + g.N(place(2 * b + 2) + ".output", g.M(b, x), g.output_eps)
-    return g.N(at(2 * L), x)
-
-
-def hybrid(g: Plain, x: Tensor) -> Tensor:
-    """Y = X + Attn(X), Z = N(Y), X = Z + MLP(Z), a norm at the end. Zhuo et al. 2025."""
-    for b in range(L):
-        y = x + g.A(b, x)
-        z = g.N(at(2 * b + 1), y)
-        x = z + g.M(b, z)
-    return g.N(at(2 * L), x)
-
-
-def keel(g: Plain, x: Tensor) -> Tensor:
-    """x = N_out(alpha x + F(N_in(x))), alpha = 2L; KEEL, equation 8.
-
-    The first attention has neither N_out nor alpha, the first MLP has N_out and alpha = 1.
-    """
-    for b in range(L):
-        read = place(2 * b) + ".reader" if b else at(2 * b)
-        delta = g.A(b, g.N(read, x))
-        x = g.N(at(2 * b + 1), 2 * L * x + delta) if b else x + delta
-        read = place(2 * b + 1) + ".reader" if b else at(2 * b + 1)
-        alpha = 2 * L if b else 1
-        x = g.N(at(2 * b + 2), alpha * x + g.M(b, g.N(read, x)))
-    return x
-
-
 def lns(g: Plain, x: Tensor) -> Tensor:
     """x = x + F(N(x) / sqrt(l)) in block l = 1 .. L. Sun et al. 2025, equation 12."""
     for b in range(L):
@@ -442,73 +367,86 @@ def by_letters(g: Plain, x: Tensor, inputs: str, outputs: str, embedding: str) -
 BASE = {"post_base": "layer"}
 ALPHAS = (1.0, 1.3, 1.0, 0.8, 1.5, 1.1, 1.0, 0.7, 1.0)
 
+# Of each layout: letters of the inputs, of the outputs and of the embedding, and numbers. L is 4.
+LAYOUTS = {
+    # x = x + F(N(x)), a norm at the end. Radford et al. 2019
+    "pre": (("R" * 9,), {}),
+    # x = N(x + F(x)). Vaswani et al. 2017
+    "post": (("IPPPPPPPP",), {}),
+    # the same of a x + F(x), a = (2L)^(1/4) in a decoder. DeepNet, section 4.1
+    "deepnorm": (("IPPPPPPPP",), {"weight": (2 * L) ** 0.25}),
+    # Post-LN for the first block of four, Pre-LN for the others, and so there is a final norm
+    "mixln": (("IPBRRRRRR",), {}),
+    # x = N(x) at first, x = x + N(F(N(x))), a norm at the end. Kim et al. 2025
+    "peri": (("R" * 9, "R" * 8, "R"), {}),
+    # x = x + N(F(x)), a norm at the end. OLMo et al. 2025
+    "olmo2": (("IIIIIIIIR", "R" * 8), {"qk": "full"}),
+    # Y = X + Attn(X), Z = N(Y), X = Z + MLP(Z), a norm at the end. Zhuo et al. 2025
+    "hybrid": (("IPIPIPIPR",), {"qk": "head", "has_v_norm": True}),
+    # x = N_out(alpha x + F(N_in(x))), alpha = 2L. The first attention has neither N_out nor alpha,
+    # the first MLP has N_out and alpha = 1. KEEL, equation 8
+    "keel": (("RRBBBBBBP",), {"weight": 2.0 * L, "plain_at": 2}),
+}
+
+
+def told(layout: str, letters: str = "", **more: object) -> dict:
+    """What the plain model is told of a layout; with other input letters, if they are given."""
+    if layout not in LAYOUTS:
+        return {"layout": layout, **more}
+    sections, numbers = LAYOUTS[layout]
+    sections = (letters or sections[0], *sections[1:], *("I" * 8, "I")[len(sections) - 1 :])
+    if more.get("kind") == "layer" and not letters:
+        sections = tuple(part.replace("R", "L") for part in sections)
+    return {"layout": "by_letters", "sections": sections, "weight": 1.0, **numbers, **more}
+
+
 # (norm type, config keys, shapes, what the plain model is told)
 CASES = [
-    *((name, {}, "gpt2 llama", {"layout": name}) for name in NEW_TYPES if name not in
-      ("olmo2", "hybrid", "deepnorm")),
-    # alpha = (2L)^(1/4) of a decoder; DeepNet, section 4.1
-    ("deepnorm", {}, "gpt2 llama", {"layout": "post", "weight": (2 * L) ** 0.25}),
-    ("deepnorm", {"post_base": "layer"}, "gpt2 llama",
-     {"layout": "post", "weight": (2 * L) ** 0.25, "kind": "layer"}),
-    ("olmo2", {}, "gpt2 llama", {"layout": "olmo2", "qk": "full"}),
-    ("hybrid", {}, "gpt2 llama", {"layout": "hybrid", "qk": "head", "has_v_norm": True}),
+    *((name, {}, "gpt2 llama", told(name)) for name in NEW_TYPES),
+    ("deepnorm", BASE, "gpt2 llama", told("deepnorm", kind="layer")),
     # Sizes and numbers of their own
-    ("mixln", {"mixln_share": 0.7}, "llama", {"layout": "mixln", "share": 0.7}),
-    ("mixln", {"mixln_share": 1.0}, "llama", {"layout": "mixln", "share": 1.0}),
-    ("mixln", {"mixln_share": 0.2}, "llama", {"layout": "mixln", "share": 0.0}),
-    ("post", {"residual_weight": 0.7}, "gpt2", {"layout": "post", "weight": 0.7}),
-    ("peri", {"output_eps": 0.1, "norm_eps": 1e-3}, "gpt2",
-     {"layout": "peri", "output_eps": 0.1, "eps": 1e-3}),
+    ("mixln", {"mixln_share": 0.7}, "llama", told("mixln", "IPPPBRRRR")),
+    ("mixln", {"mixln_share": 1.0}, "llama", told("mixln", "IPPPPPPPB")),
+    ("mixln", {"mixln_share": 0.2}, "llama", told("mixln", "RRRRRRRRR")),
+    ("post", {"residual_weight": 0.7}, "gpt2", told("post", weight=0.7)),
+    ("peri", {"output_eps": 0.1, "norm_eps": 1e-3}, "gpt2", told("peri", output_eps=0.1, eps=1e-3)),
     # LayerNorm with its bias in the place of RMSNorm
-    *((name, BASE, "gpt2 llama", {"layout": name, "kind": "layer"})
-      for name in ("post", "mixln", "keel")),
-    ("hybrid", BASE, "gpt2",
-     {"layout": "hybrid", "kind": "layer", "qk": "head", "has_v_norm": True}),
-    ("layer", {"norm_plan": "LL LL LL LL L|LL LL LL LL|L"}, "gpt2",
-     {"layout": "peri", "kind": "layer"}),
+    *((name, BASE, "gpt2 llama", told(name, kind="layer"))
+      for name in ("post", "mixln", "keel", "hybrid")),
+    ("layer", {"norm_plan": "LL LL LL LL L|LL LL LL LL|L"}, "gpt2", told("peri", kind="layer")),
     # Kinds of gain
-    *((name, {"norm_gain": kind}, "llama" if name != "layer" else "gpt2",
-       {"layout": layout, "one_plus": kind == "one_plus", **told})
-      for kind in ("one_plus", "none")
-      for name, layout, told in (
-          ("layer", "pre", {"kind": "layer"}),
-          ("post", "post", {}),
-          ("keel", "keel", {}),
-          ("peri", "peri", {}),
-          ("olmo2", "olmo2", {"qk": "full"}),
-          ("hybrid", "hybrid", {"qk": "head", "has_v_norm": True}),
-          ("dyt", "dyt", {}),
-          ("derf", "derf", {}),
-          ("bhyt", "bhyt", {}),
-          ("gatednorm", "gatednorm", {}),
+    *((name, {"norm_gain": gain}, "gpt2" if name == "layer" else "llama",
+       told(layout, kind=kind, one_plus=gain == "one_plus"))
+      for gain in ("one_plus", "none")
+      for name, layout, kind in (
+          ("layer", "pre", "layer"),
+          *((name, name, "rms") for name in ("post", "keel", "peri", "olmo2", "hybrid", "dyt",
+                                             "derf", "bhyt", "gatednorm")),
       )),
-    *((name, {"norm_gain": "one_plus"}, "gpt2", {"layout": name, "one_plus": True})
+    *((name, {"norm_gain": "one_plus"}, "gpt2", told(name, one_plus=True))
       for name in ("lns", "seednorm")),
-    ("gatednorm", {"gate_start": "identity"}, "llama", {"layout": "gatednorm", "gate": 2.0}),
+    ("gatednorm", {"gate_start": "identity"}, "llama", told("gatednorm", gate=2.0)),
     # Norms within attention
-    *((name, {"qk_norm": qk}, "gpt2 llama", {"layout": layout, "qk": qk, "kind": kind})
-      for name, layout, kind in (("rms", "pre", "rms"), ("layer", "pre", "layer"))
+    *((name, {"qk_norm": qk}, "gpt2 llama", told("pre", qk=qk, kind=kind))
+      for name, kind in (("rms", "rms"), ("layer", "layer"))
       for qk in ("head", "full")),
-    ("olmo2", {"qk_norm": "none"}, "llama", {"layout": "olmo2"}),
-    ("hybrid", {"qk_norm": "none"}, "llama", {"layout": "hybrid"}),
-    ("hybrid", {"qk_norm": "full"}, "llama",
-     {"layout": "hybrid", "qk": "full", "has_v_norm": True}),
+    ("olmo2", {"qk_norm": "none"}, "llama", told("olmo2", qk="none")),
+    ("hybrid", {"qk_norm": "none"}, "llama", told("hybrid", qk="none", has_v_norm=False)),
+    ("hybrid", {"qk_norm": "full"}, "llama", told("hybrid", qk="full")),
     # Old letters under the new sections
     ("rms", {"norm_groups": 2, "norm_plan": "RR RR RR RR R|RR RR RR RR|R"}, "gpt2",
-     {"layout": "peri", "groups": 2}),
-    ("coupled", {"norm_plan": "Rs Rs Rs Rs R|RR RR RR RR|R"}, "gpt2",
-     {"layout": "by_letters", "sections": ("RsRsRsRsR", "R" * 8, "R")}),
+     told("peri", groups=2)),
+    ("coupled", {"norm_plan": "Rs Rs Rs Rs R|RR RR RR RR|R"}, "gpt2", told("peri", "RsRsRsRsR")),
     # Activations, windows, positions and scales
-    ("layer", {}, "gpt2 tanh local", {"layout": "pre", "kind": "layer"}),
-    ("cbwc", {"bias": True}, "gpt2 llama", {"layout": "pre", "kind": "layer"}),
-    ("rms", {}, "gemma olmo", {"layout": "pre", "qk": "head"}),
-    ("rms", {"rms_bias": True}, "gpt2 llama", {"layout": "pre"}),
-    ("none", {}, "gpt2 llama", {"layout": "by_letters", "sections": ("I" * 9, "I" * 8, "I")}),
+    ("layer", {}, "gpt2 tanh local", told("pre", kind="layer")),
+    ("cbwc", {"bias": True}, "gpt2 llama", told("pre", "RRRRRRRRR", kind="layer")),
+    ("rms", {}, "gemma olmo", told("pre", qk="head")),
+    ("rms", {"rms_bias": True}, "gpt2 llama", told("pre")),
+    ("none", {}, "gpt2 llama", told("pre", "IIIIIIIII")),
     # Groups of blocks that share a statistic
     *(("coupled", keys, "gpt2",
-       {"layout": "by_letters", "sections": (letters, "I" * 8, "I"),
-        "alpha": keys.get("coupled_alpha", 1.0),
-        "detach": "coupled_grad" not in keys})
+       told("pre", letters, alpha=keys.get("coupled_alpha", 1.0),
+            detach="coupled_grad" not in keys))
       for keys, letters in (
           ({}, "RsRsRsRsR"),
           ({"coupled_first": 1}, "RRRsRsRsR"),
@@ -522,17 +460,17 @@ CASES = [
       )),
 ]  # fmt: skip
 # A case for each shape
-RUNS = [(name, keys, shape, told) for name, keys, shapes, told in CASES for shape in shapes.split()]
+RUNS = [(name, keys, shape, of) for name, keys, shapes, of in CASES for shape in shapes.split()]
 
 
 @pytest.mark.parametrize(
-    ("norm_type", "keys", "shape", "told"),
+    ("norm_type", "keys", "shape", "of"),
     RUNS,
     ids=[f"{name} {shape} {','.join(map(str, keys.values()))}" for name, keys, shape, _ in RUNS],
 )
-def test_a_layout_is_the_papers(norm_type, keys, shape, told):
+def test_a_layout_is_the_papers(norm_type, keys, shape, of):
     """Loss, logits and every gradient to 1e-12 of the largest; pieces with a cache likewise."""
-    compare(norm_type, keys, SHAPES[shape], told)
+    compare(norm_type, keys, SHAPES[shape], of)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -547,24 +485,24 @@ def test_a_random_plan_is_its_letters(seed):
     keys = {"norm_plan": f"{inputs}|{outputs}|{embedding}", "qk_norm": "none"}
     if "P" in letters:
         keys |= {"residual_weight": 1.5, "post_base": kind}
-    told = {"kind": kind, "weight": 1.5, "sections": (inputs, outputs, embedding)}
+    of = {"kind": kind, "weight": 1.5, "sections": (inputs, outputs, embedding)}
     if norm_type == "keel":
-        told["plain_at"] = 2
+        of["plain_at"] = 2
     shape = draw.choice([GPT2, LLAMA])
-    compare(norm_type, keys, shape, {"layout": "by_letters", **told})
+    compare(norm_type, keys, shape, {"layout": "by_letters", **of})
 
 
-def compare(norm_type: str, keys: dict, shape: GPTConfig, told: dict) -> None:
+def compare(norm_type: str, keys: dict, shape: GPTConfig, of: dict) -> None:
     """Hold a shaken model against the plain one."""
     model = shake(GPT(replace(shape, norm_type=norm_type, **keys)))
     model.set_step(1, 1)
     use_exact_angles(model)
-    if "sections" in told:
-        assert (model.plan.letters, model.plan.outputs, model.plan.embedding) == told["sections"]
+    if "sections" in of:
+        assert (model.plan.letters, model.plan.outputs, model.plan.embedding) == of["sections"]
     loss, _ = model(IDX, TARGETS)
     loss.backward()
     leaves = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
-    logits = Plain(leaves, shape, **told).logits()
+    logits = Plain(leaves, shape, **of).logits()
     expected = cross_entropy(logits)
     expected.backward()
     close(loss, expected, 1e-12 * expected.item())

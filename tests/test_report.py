@@ -144,10 +144,10 @@ def test_files_are_written_and_agree(sweep, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "taper: better" in printed
     rows = rows_of(sweep)
-    table = {line.split()[0]: line for line in printed.split("\n\n")[0].splitlines()[2:]}
     for arm in ("layer", "coupled", "taper"):
         row = rows["val_loss", arm]
-        assert table[arm].endswith(row.word) and f" {row.estimate.mean:+.4f} " in table[arm]
+        words = f"| `{arm}` | **{row.word}** | 8 | {row.estimate.mean:+.4f} |"
+        assert words in printed.split("\n\n")[0]
     text, appendix = (out / "report.md").read_text().split("## Appendix: not judged")
     for heading in ("## Verdicts", "## Tests", "### val_loss (nats per token)", "| SD |"):
         assert heading in text

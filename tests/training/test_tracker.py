@@ -5,12 +5,11 @@ ones where they are installed.
 """
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import ROOT, TINY, records, steps_of
+from helpers import TINY, records, steps_of
 
 from common.errors import UserError
 from evidence.runs import Run
@@ -134,29 +133,6 @@ def test_a_tracker_changes_no_result(fake, train, tmp_path):
     changes = [record["changed"] for record in records(tmp_path / "out") if "changed" in record]
     assert changes == [["max_iters 2 -> 4"], ["max_iters 4 -> 6", "tracker trackio -> off"]]
     assert "tracker" not in Run(tmp_path / "out").problem()
-
-
-def test_trackio_itself(tiny_data, tmp_path):
-    pytest.importorskip("trackio", reason="trackio is not installed")
-    home = {
-        "TRACKIO_DIR": str(tmp_path / "tracked"),
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(tmp_path),
-    }
-    for steps in (3, 5):
-        words = (f"--max_iters={steps}", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'out'}")
-        command = [sys.executable, "train.py", *TINY, "--device=cpu", "--tracker=trackio", *words]
-        done = subprocess.run(command, cwd=ROOT, env=home, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert "* " in done.stderr and "* " not in done.stdout  # Trackio's messages
-    name = str(tmp_path / "out").lstrip("/").replace("/", "-")
-    read = [sys.executable, "-m", "trackio.cli", "get", "metric", "--project=nanonorm"]
-    read += [f"--run={name}", "--metric=loss", "--json"]
-    done = subprocess.run(read, env=home, capture_output=True, text=True)
-    values = json.loads(done.stdout)["values"]
-    assert [(value["step"], value["value"]) for value in values] == [
-        (record["step"], record["loss"]) for record in steps_of(tmp_path / "out")
-    ]
 
 
 def test_tensorboard_itself(train, tmp_path):
