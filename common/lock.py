@@ -4,7 +4,6 @@ import errno
 import fcntl
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from common.errors import UserError, cannot_write
@@ -27,7 +26,6 @@ class FolderLock:
         folder: of a run or of data; the lock is on the file `lock` in it.
         should_stop: asked while waiting.
         active: without it nothing is locked, as on ranks for which the main one locks.
-        say: prints a line for people.
 
     Raises:
         UserError: another process stays, the folder cannot be made, or this process is told to
@@ -39,10 +37,8 @@ class FolderLock:
         folder: Path,
         should_stop: Callable[[], str | bool] = lambda: False,
         active: bool = True,
-        say: Callable[[str], None] | None = None,
     ):
         self.folder = folder
-        self.say = say or partial(print, flush=True)
         self.file = None
         if not active:
             return
@@ -56,7 +52,7 @@ class FolderLock:
         while not self._try():
             if deadline is None:
                 deadline = time.monotonic() + PATIENCE
-                self.say(f"{is_busy}waiting for its end, {PATIENCE:.0f} s at most")
+                print(f"{is_busy}waiting for its end, {PATIENCE:.0f} s at most", flush=True)
             if should_stop():
                 raise UserError(f"{folder}: told to stop while another process is working there")
             if time.monotonic() > deadline:
@@ -72,7 +68,7 @@ class FolderLock:
         except OSError as error:
             if error.errno in HELD:
                 return False
-            self.say(f"{self.folder} cannot be locked: let no other process write there")
+            print(f"{self.folder} cannot be locked: let no other process write there", flush=True)
         return True
 
     def __enter__(self) -> "FolderLock":

@@ -9,13 +9,11 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TINY, write_tiny_shards
+from helpers import ROOT, TINY
 
 from common.errors import one_line, run_program
-from data.shards import HEADER_BYTES
 
 
 @pytest.fixture
@@ -81,36 +79,6 @@ def test_import_in_config_is_refused(complaint, tmp_path):
 def test_missing_data(complaint, tmp_path):
     assert "no train shards" in complaint(f"--data_dir={tmp_path / 'nowhere'}", code=1)
     assert "python data/fineweb_edu/prepare.py" in complaint("--data_dir=data/fineweb_edu", code=1)
-
-
-def damage(folder, change) -> None:
-    path = folder / "tiny_train_000000.bin"
-    path.write_bytes(change(path.read_bytes()))
-
-
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda raw: raw[:-100], "truncated"),
-        (lambda raw: b"\0\0\0\1" + raw[4:], "another kind of file"),
-        (
-            lambda raw: (
-                raw[: HEADER_BYTES + 10000] + np.uint16(61).tobytes() + raw[HEADER_BYTES + 10002 :]
-            ),
-            "61 is beyond",
-        ),
-    ],
-)
-def test_corrupt_shard(complaint, tmp_path, change, part):
-    folder = write_tiny_shards(tmp_path / "data")
-    damage(folder, change)
-    line = complaint(f"--data_dir={folder}", code=1)
-    assert part in line and "tiny_train_000000.bin" in line
-
-
-def test_block_size_beyond_the_shard(complaint, tmp_path):
-    folder = write_tiny_shards(tmp_path / "data", train=100, val=100)
-    assert "block_size=128" in complaint(f"--data_dir={folder}", "--block_size=128", code=1)
 
 
 def test_checkpoint_of_another_shape_and_never_overwriting(

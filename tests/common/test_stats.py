@@ -22,7 +22,6 @@ from common.stats import (
     decide,
     detectable_effect,
     holm,
-    largest_sd,
     median_ratio,
     paired,
     paired_ratio,
@@ -131,12 +130,6 @@ def test_power_of_tost_is_that_of_simulated_tests():
         expected = power_of_tost(mean, delta, 1.0, n, alpha)
         assert expected == pytest.approx((p < alpha).mean(), abs=0.012), (mean, delta, n)
     assert power_of_tost(0.0, 0.1, 1.0, 8, 0.05) < 0.001 < 0.999 < power_of_tost(0, 9, 1, 8, 0.05)
-
-
-def test_the_largest_sd_has_the_power():
-    for n, alpha in ((3, 0.05), (16, 0.0125)):
-        sd = largest_sd(0.01, n, alpha)
-        assert power_of_tost(0.0, 0.01, sd, n, alpha) == pytest.approx(0.8, abs=1e-6)
 
 
 def test_seeds_for_equivalence_are_those_of_simulated_tests():
