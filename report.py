@@ -13,15 +13,13 @@
 
 An arm is a norm type with its norm keys, such as "coupled --coupled_span=2". Every arm is compared
 with the baseline, seed by seed. The margins of equivalence are those that the runs declared
-(train.py's keys of the same names); one that is given here is labelled post hoc. Without a
-baseline, runs that differ in the seed alone are one curve, their mean.
+(train.py's keys of the same names); one that is given here is labelled post hoc.
 """
 
 import csv
 import html
 import io
 import re
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +34,6 @@ from common.plotting import check_picture
 from configurator import check_ranges, key, parse_args
 from evidence import page, published
 from evidence.comparison import (
-    BY_SEED,
     NO_VERDICT,
     Arms,
     Comparison,
@@ -53,12 +50,8 @@ from evidence.runs import (
     METRICS,
     Run,
     by_arm,
-    check_same_norms,
     difference_in_data,
-    difference_in_settings,
-    differences,
     find_runs,
-    settings,
 )
 
 HOW = """\
@@ -542,50 +535,17 @@ def main(argv: list[str]) -> None:
     for run in runs:
         run.check()
     if not config.baseline:
-        arms = label_runs(runs)
+        for run in runs:
+            if difference := difference_in_data(run, runs[0]):
+                raise UserError(f"{run.name} and {runs[0].name}: {difference}: draw them apart")
         with writing(out):
-            print(f"wrote {plot_loss(arms, Path(config.plot or out / 'loss.png'))}")
+            print(f"wrote {plot_loss(runs, Path(config.plot or out / 'loss.png'))}")
         return
     deltas = {name: getattr(config, f"delta_{name}", 0.0) for name in METRICS}
     report = make_report(by_arm(runs), config.baseline, deltas)
     write_report(report, out, config.pictures)
     first = out / ("report.html" if config.pictures else "report.md")
     print(f"{said(report)}\n\nwrote {first}, and beside it tables and CSV files")
-
-
-def label_runs(runs: list[Run]) -> Arms:
-    """Name runs for curves alone; the runs of a name are drawn as one curve, their mean.
-
-    An arm has one curve if its runs differ in the seed alone, else one for each run. A label names
-    the settings that are not the same in all curves.
-
-    Raises:
-        UserError: the runs have other data, and losses on other data cannot be compared.
-    """
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        if difference := difference_in_data(run, runs[0]):
-            raise UserError(f"{run.name} and {runs[0].name}: {difference}: draw them apart")
-        groups.setdefault(run.arm, []).append(run)
-        check_same_norms(groups[run.arm][0], run)
-    curves: list[dict[int, Run]] = []
-    for its in groups.values():
-        seeds = {run.seed: run for run in its}
-        is_one = len(seeds) == len(its) and not any(
-            difference_in_settings(run, its[0], BY_SEED) for run in its
-        )
-        curves += [seeds] if is_one else [{run.seed: run} for run in its]
-    firsts = [next(iter(curve.values())) for curve in curves]
-    differing = {name for run in firsts for name in differences(run, firsts[0], BY_SEED)}
-    labels = []
-    for run in firsts:
-        values = settings(run)
-        words = [f"{name}={values.get(name)}" for name in sorted(differing)]
-        labels.append(textwrap.fill(", ".join([short_name(run.arm), *words]), 70))
-    return {
-        label if labels.count(label) == 1 else f"{label} ({run.name})": curve
-        for label, run, curve in zip(labels, firsts, curves, strict=True)
-    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw runs: loss curves with bands over seeds, and sizes of the residual stream."""
+"""Draw loss curves of runs, and sizes of the residual stream."""
 
 from pathlib import Path
 
@@ -6,7 +6,6 @@ import numpy as np
 
 from common.errors import UserError
 from common.plotting import plt, save, style
-from evidence.comparison import Arms
 from evidence.runs import Run
 
 LINE = 1.6  # width of a mean's line, points
@@ -26,59 +25,30 @@ def draw_band(
     axis.fill_between(x, low, high, color=style(index)["color"], **BAND)
 
 
-def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens (n,) and val losses (runs, n) of the evaluations that all these runs share."""
-    shared = sorted(set.intersection(*(set(run.curve[:, 0]) for run in runs)))
-    losses = [[dict(run.curve)[tokens] for tokens in shared] for run in runs]
-    return np.array(shared), np.array(losses)
+def plot_loss(runs: list[Run], target: Path) -> Path:
+    """Draw the val loss of every run, and its training loss, faint.
 
-
-def loss_unit(arms: Arms) -> str:
-    """Return the unit of the losses; with 257 tokens, these are bytes and an end of text."""
-    sizes = {run.config["n_vocab"] for runs in arms.values() for run in runs.values()}
-    return "nats per token, a token is a byte" if sizes == {257} else "nats per token"
-
-
-def plot_loss(arms: Arms, target: Path) -> Path:
-    """Draw the val loss of every arm: mean over seeds with a band of one SD.
-
-    Where an arm has one seed, its training loss is drawn too, faint. Raises UserError if no run has
-    an evaluation yet.
+    Raises UserError if no run has an evaluation yet.
     """
     figure, axis = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
-    drawn: list[np.ndarray] = []  # (seeds, n) of each arm
-    for index, (arm, runs) in enumerate(arms.items()):
-        tokens, losses = curves(list(runs.values()))
-        if not losses.size:
-            continue
-        x = tokens / 1e6
-        mean = losses.mean(0)
-        sd = losses.std(0, ddof=int(len(losses) > 1))  # zeros for one seed
-        label = f"{arm}: {mean[-1]:.3f}"
-        if len(losses) > 1:
-            label += f" (SD {sd[-1]:.3f}, {len(losses)} seeds)"
-        if diverged := sum(run.diverged for run in runs.values()):
-            label += f", {diverged} diverged"
-        draw_band(axis, x, (mean, mean - sd, mean + sd), index, label)
-        if len(runs) == 1:
-            [run] = runs.values()
-            steps = np.array([step["step"] for step in run.steps])
-            millions = steps * run.start["tokens_per_step"] / 1e6
-            train = [step["loss"] for step in run.steps]
-            axis.plot(millions, train, color=style(index)["color"], alpha=0.25, linewidth=1)
-        drawn.append(losses)
-    if not drawn:
-        raise UserError("no evaluation yet: nothing to draw")
     # Without the first evaluation, from which the loss falls steeply.
-    later = np.concatenate([losses[:, 1:].ravel() for losses in drawn])
-    if later.size:
-        axis.set_ylim(later.min() - 0.05, later.max() + 0.05)
+    later = np.concatenate([run.curve[1:, 1] for run in runs])
+    if not later.size:
+        raise UserError("no evaluation yet: nothing to draw")
+    runs = [run for run in runs if len(run.curve)]
+    for index, run in enumerate(runs):
+        tokens, losses = run.curve.T  # (n,) each
+        end = "diverged" if run.diverged else f"{losses[-1]:.3f}"
+        look = style(index)
+        axis.plot(tokens / 1e6, losses, label=f"{run.name}: {end}", linewidth=LINE, **look)
+        millions = [step["step"] * run.start["tokens_per_step"] / 1e6 for step in run.steps]
+        train = [step["loss"] for step in run.steps]
+        axis.plot(millions, train, color=look["color"], alpha=0.25, linewidth=1)
+    axis.set_ylim(later.min() - 0.05, later.max() + 0.05)
     title = "Validation loss (training loss faint)"
-    if any(len(runs) > 1 for runs in arms.values()):
-        title = "Validation loss: mean over seeds, band of one SD"
     x_label = "training tokens (millions)"
-    axis.set(xlabel=x_label, ylabel=f"val loss ({loss_unit(arms)})", title=title)
-    axis.legend(frameon=False, fontsize=9, title="arm: last value")
+    axis.set(xlabel=x_label, ylabel="val loss (nats per token)", title=title)
+    axis.legend(frameon=False, fontsize=9, title="run: last value")
     axis.grid(alpha=0.3)
     return save(figure, target)
 

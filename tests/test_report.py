@@ -20,9 +20,8 @@ from helpers import ROOT
 
 import report
 from common.errors import UserError
-from common.plotting import plt
 from common.stats import ALPHA, detectable_effect, power_of_tost
-from evidence import archive, plots, published, runs
+from evidence import archive, published, runs
 from evidence.comparison import Comparison, at_equal_time, exchange_rate, margin, pair_by_seed
 from evidence.names import short_name
 from evidence.runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
@@ -339,34 +338,13 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path, capsys):
     assert [(line["arm"], line["seed"]) for line in lines] == [("rms", "8"), ("layer", "8")]
 
 
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({}, ""),
-        ({"init_from": "out/base-9"}, ""),
-        ({"learning_rate": 1e-3}, "learning_rate=0.001"),
-        ({"start": {"device": "another GPU"}}, "device=another GPU"),
-    ],
-)
-def test_only_runs_that_differ_in_the_seed_are_one_curve(tmp_path, monkeypatch, keys, named):
-    """Others have a curve each, whose label says what differs; other data have none."""
-    labels = []
-
-    def save(figure, target: Path) -> Path:
-        labels.extend(text.get_text() for text in figure.axes[0].get_legend().get_texts())
-        plt.close(figure)
-        return target
-
-    monkeypatch.setattr(plots, "save", save)
-    write_run(tmp_path, "rms", 8)
-    write_run(tmp_path / "b", "rms", 9, **keys)
+def test_curves_alone_are_of_one_text(tmp_path):
+    for seed in (8, 9):
+        write_run(tmp_path, "rms", seed)
     report.main([str(tmp_path)])
-    if not named:
-        assert len(labels) == 1 and "2 seeds" in labels[0]
-    else:
-        assert len(labels) == 2 and any(named in label for label in labels)
-    write_run(tmp_path / "c", "layer", 8, start={"data": "y"})
-    with pytest.raises(UserError, match="data: y against x"):
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+    write_run(tmp_path, "layer", 8, start={"data": "y"})
+    with pytest.raises(UserError, match="data: "):
         report.main([str(tmp_path)])
 
 
