@@ -440,23 +440,6 @@ def settings(run: Run) -> dict[str, Any]:
     return BEFORE_THE_KEY | chosen | place | {"torch": run.start["versions"]["torch"]}
 
 
-def differences(run: Run, baseline: Run, but: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
-    """Find the settings in which two runs differ apart from their norms, data and names.
-
-    Args:
-        but: keys that may differ too.
-
-    Returns:
-        Key -> its value in either run.
-    """
-    ours, theirs = settings(run), settings(baseline)
-    may_differ = norm_key_names(run) | norm_key_names(baseline) | {*but}
-    found = {
-        name: (ours.get(name), theirs.get(name)) for name in sorted({*ours, *theirs} - may_differ)
-    }
-    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
-
-
 def difference_in_data(run: Run, baseline: Run) -> str:
     """Describe how the data of two runs differ; "" if they do not."""
     data = run.start.get("data")
@@ -470,13 +453,17 @@ def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -
     """Describe the first difference between two runs apart from their norms and names.
 
     Args:
-        but: as of `differences`.
+        but: keys that may differ too.
 
     Returns:
         The difference in one phrase, or "" if there is none.
     """
-    for name, (here, there) in differences(run, baseline, but).items():
-        return f"{name}={here or repr(here)} against {there or repr(there)}"
+    ours, theirs = settings(run), settings(baseline)
+    may_differ = norm_key_names(run) | norm_key_names(baseline) | {*but}
+    for name in sorted({*ours, *theirs} - may_differ):
+        here, there = ours.get(name), theirs.get(name)
+        if here != there:
+            return f"{name}={here or repr(here)} against {there or repr(there)}"
     return difference_in_data(run, baseline)
 
 

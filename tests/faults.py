@@ -16,7 +16,7 @@ import train
 from common import distributed, lock
 from common.distributed import share
 from common.errors import UserError
-from training import choices, dataloader, evaluation, provenance, run
+from training import choices, dataloader, evaluation, run
 from training.loop import Loop
 
 
@@ -88,7 +88,7 @@ def other_data(rank: int) -> None:
 def other_place(**values: object) -> None:
     """The program believes that it runs in another place: other code, other versions."""
 
-    @replaces(provenance, "environment")
+    @replaces(run, "environment")
     def elsewhere(original, device):
         return {**original(device), **values}
 

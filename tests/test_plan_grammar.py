@@ -24,7 +24,7 @@ from norms import Norm
 from train import TrainConfig
 from train import main as train_main
 from training.checkpoint import model_config, restore, save_checkpoint
-from training.provenance import changed_keys
+from training.run import changed_keys
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=8, bias=True)
 

@@ -21,7 +21,7 @@ from common.errors import CheckpointError, ConfigError
 from common.old_keys import AUTO, by_device, chosen_then, device_kind
 from model import check_memory
 from training.checkpoint import FoundCheckpoint
-from training.provenance import saved_provenance
+from training.run import saved_provenance
 
 # bfloat16 pays from this many channels on, and this many tokens times channels in a pass. Small
 # products gain nothing that makes up for the casts.

@@ -1,5 +1,10 @@
 """The folder of a run while this process works in it: lock, checkpoints, log, what has changed.
 
+Log and checkpoints keep where the run trains: its data, the number of ranks, the device, the
+versions, the commit. A run that is resumed compares this provenance. Other data would be another
+experiment, and are refused. Every other change is noted in the log, and report.py leaves the run
+out.
+
 train.py leaves config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt there; distill.py
 log.jsonl, distill_last.pt, and at its end a model.
 """
@@ -11,24 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import Ranks, StopSignal
-from common.environment import DTYPES
-from common.errors import ConfigError, UserError, cannot_write
+from common.environment import DTYPES, environment, is_same_code
+from common.errors import CheckpointError, ConfigError, UserError, cannot_write
+from common.fingerprint import data_difference
 from common.lock import FolderLock
+from common.old_keys import as_today, chosen_then
 from common.output import RUN_CONFIG, check_replaceable, write_bytes_atomically
 from configurator import key
 from training.checkpoint import FoundCheckpoint, find_checkpoint
 from training.log import RunLog, last_event
 from training.optim import AdamKeys
-from training.provenance import (
-    changed_keys,
-    changes,
-    check_same_data,
-    config_then,
-    find_provenance,
-    saved_provenance,
-)
 from training.tracker import TRACKERS
 
+# Entries that are compared, and their types; versions are compared too, one by one. An older one
+# may lack some.
+COMPARED = {
+    "git": str,
+    "world_size": int,
+    "device": str,
+    "processor": str,
+    "float32_products": str,
+}
 # Keys that a finished run may be asked for again with: they change nothing that it has measured.
 FREE_AT_THE_END = {
     "out_dir",
@@ -129,7 +137,7 @@ class RunFolder:
         self.stop_signal = StopSignal()
         self.found: FoundCheckpoint | None = None  # what the run goes on from
         self.notes: list[str] = []  # lines for people, shown once the log is open
-        self.provenance: dict[str, Any] = {}  # data, machine and code: training/provenance.py
+        self.provenance: dict[str, Any] = {}  # data, machine and code
         self.changed: list[str] = []  # what differs from the run that is resumed
         is_main = ranks.is_main
         self.log = RunLog(self.path, config.max_iters, is_main)
@@ -265,3 +273,86 @@ def write_text(path: Path, text: str, kept: str = "") -> None:
         write_bytes_atomically(path, f"{text}\n".encode())
     except OSError as error:
         raise UserError(cannot_write(path, error, kept)) from None
+
+
+# ------------------------------------------------------------------------------ where it trains
+
+
+def find_provenance(data: str, ranks: Ranks) -> dict[str, Any]:
+    """Describe where this process trains.
+
+    Args:
+        data: the fingerprint of its data.
+        ranks: the processes of the run.
+
+    Raises:
+        UserError: ranks see different data; on every rank.
+    """
+    ranks.check_same(data, "ranks see different data: copy the same to each machine")
+    return {"data": data, "world_size": ranks.world_size, **environment(ranks.device)}
+
+
+def saved_provenance(state: dict[str, Any]) -> dict[str, Any]:
+    """Return where the run of a checkpoint trained, without entries of a wrong type.
+
+    {} if the checkpoint does not say.
+    """
+    found = state.get("provenance", {})
+    # A checkpoint may come from elsewhere, so each entry's type is checked.
+    kinds = {"data": str, "versions": dict, **COMPARED}
+    return {name: found[name] for name, kind in kinds.items() if type(found.get(name)) is kind}
+
+
+def config_then(state: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return the config of a checkpoint's run, with what that run took for keys that are at auto.
+
+    Args:
+        state: the checkpoint.
+        device: where the run was, if the checkpoint does not say.
+    """
+    place = saved_provenance(state).get("device", device)
+    return chosen_then(state["config"], place)
+
+
+def check_same_data(then: dict[str, Any], now: dict[str, Any], path: Path, remedy: str) -> None:
+    """Check that the run of the checkpoint `path` has seen the same data.
+
+    Raises:
+        CheckpointError: it has seen other data. `remedy` is part of the message.
+    """
+    if not then.get("data"):
+        return
+    difference = data_difference(then["data"], now["data"])
+    if difference:
+        raise CheckpointError(f"{path} was trained on other data ({difference}): {remedy}")
+
+
+def changed_keys(then: dict[str, Any], now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """List the keys that differ between two configs, as "max_iters 40 -> 45".
+
+    Left out: data_dir and device, if the older provenance `saved` tells the data and the real
+    device, which are compared instead.
+    """
+    # Through JSON, so that a tuple equals a list of the same numbers.
+    then = json.loads(json.dumps(as_today(then)))
+    now = json.loads(json.dumps(now))
+    compared = {"data_dir": "data", "device": "device"}
+    names = [name for name in sorted(now.keys() & then.keys()) if now[name] != then[name]]
+    names = [name for name in names if compared.get(name) not in saved]
+    return [f"{name} {then[name]} -> {now[name]}" for name in names]
+
+
+def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """List what has changed between two provenances, as "torch 2.11.0 -> 2.13.0".
+
+    Left out: what the older one does not tell, and commits between which training did not change.
+    """
+    names = [name for name in COMPARED if name in then and name in now and then[name] != now[name]]
+    # Another commit is a change only if the code that trains has changed between the two.
+    if "git" in names and is_same_code(then["git"], now["git"]):
+        names.remove("git")
+    found = [f"{name} {then[name]} -> {now[name]}" for name in names]
+    old = then.get("versions", {})
+    new = now.get("versions", {})
+    packages = [name for name in new if name in old and old[name] != new[name]]
+    return found + [f"{name} {old[name]} -> {new[name]}" for name in packages]

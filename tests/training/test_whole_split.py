@@ -15,9 +15,9 @@ from helpers import TINY, records, shake
 from common.distributed import Ranks
 from data.shards import write_shard
 from model import GPT, GPTConfig
-from training import whole_split
+from training import evaluation
 from training.dataloader import Blocks
-from training.whole_split import Windows, split_loss, split_record
+from training.evaluation import Windows, split_loss, split_record
 
 END = 10
 SHAPE = GPTConfig(vocab_size=16, n_vocab=11, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -67,7 +67,7 @@ def test_every_token_counts_once(shards, batch_size, monkeypatch):
     # Without documents it is one, and of too many the record has the mean alone.
     windows = Windows(windows.blocks, None)
     whole = split_loss(model, windows, batch_size, ranks, contextlib.nullcontext)
-    monkeypatch.setattr(whole_split, "MAX_DOCUMENTS", 0)
+    monkeypatch.setattr(evaluation, "MAX_DOCUMENTS", 0)
     assert split_record(*whole) == {"tokens": 62, "val_loss_full": pytest.approx(nats.sum() / 62)}
 
 
