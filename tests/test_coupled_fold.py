@@ -13,7 +13,6 @@ from helpers import close, shake
 from common.errors import ConfigError
 from model import GPT, FoldedBlock
 from norm_plan import NormConfig
-from norms import Place, SharedRMSNorm
 
 LLAMA = {"position": "rope", "activation": "swiglu", "n_kv_head": 1, "tie_embeddings": False}
 CASES = [
@@ -99,16 +98,6 @@ def test_auto_folds_where_there_are_many_tokens_to_a_channel():
 def test_a_block_that_does_not_fold_is_the_plain_block():
     """coupled_impl=auto in eager mode: bit for bit."""
     assert torch.equal(gpt(coupled_impl="auto")(IDX), gpt()(IDX))
-
-
-def test_a_deferred_norm_leaves_its_scale_to_the_caller():
-    norm = SharedRMSNorm(4, alpha=0.5)
-    x, delta = torch.randn(2, 1, 3, 4)
-    inv_rms = torch.rand(1, 3, 1)
-    place = Place(norm)
-    y, h, handed_on = place(x, delta, inv_rms, defer=True)
-    assert torch.equal(y, x + delta) and torch.equal(h, y) and handed_on is inv_rms
-    close(y * norm.scale(inv_rms) * norm.weight, place(x, delta, inv_rms)[0])
 
 
 @pytest.mark.parametrize("impl", ["scale", "fold"])
