@@ -481,9 +481,7 @@ for word; do case $word in
   --out_dir=*/text_?) ;;
   --out_dir=*)
     mkdir -p "${word#*=}"
-    reason=done
-    [ "${word##*/}" != "$STOPPED" ] || reason=stopped
-    echo '{"event": "end", "reason": "'$reason'"}' > "${word#*=}/log.jsonl";;
+    echo '{"event": "end", "reason": "done"}' > "${word#*=}/log.jsonl";;
 esac; case $word in
   --out_dir=*text_?) mkdir -p "${word#*=}" && touch "${word#*=}/meta.json";;
   --out=*|--plot=*) echo new > "${word#*=}";;

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from helpers import draw, shake
 
 import model as model_file
-from common.errors import ConfigError, HFError
-from hf.config import hf_config
+from common.errors import ConfigError
 from hf.hub import import_transformers
 from model import GPT, GPTConfig, KVCache, rope_tables
 
@@ -199,16 +198,3 @@ def test_impossible_values_are_refused(keys, words):
     with pytest.raises(ConfigError) as error:
         replace(GEMMA, **keys)
     assert [word for word in words if word not in str(error.value)] == []
-
-
-@pytest.mark.parametrize("name", ["window", "attn_scale", "embed_scale", "activation"])
-def test_export_refuses_what_no_supported_architecture_computes(name):
-    plain = GPTConfig(
-        vocab_size=40, norm_type="rms", position="rope", activation="swiglu", local_blocks=""
-    )
-    hf_config(plain)
-    keys = {name: getattr(GEMMA, name)}
-    if name == "window":
-        keys["local_blocks"] = "l"
-    with pytest.raises(HFError, match=name):
-        hf_config(replace(plain, **keys))
