@@ -48,7 +48,8 @@ def plot_loss(runs: list[Run], target: Path) -> Path:
     title = "Validation loss (training loss faint)"
     x_label = "training tokens (millions)"
     axis.set(xlabel=x_label, ylabel="val loss (nats per token)", title=title)
-    axis.legend(frameon=False, fontsize=9, title="run: last value")
+    if len(runs) <= 16:  # more names leave no room for the curves
+        axis.legend(frameon=False, fontsize=9, title="run: last value")
     axis.grid(alpha=0.3)
     return save(figure, target)
 
