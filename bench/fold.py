@@ -36,7 +36,7 @@ from common.stats import paired_ratio
 from configurator import check_ranges, key, parse_args
 from decode.timing import captured, time_arms
 from fold import gpt
-from fold.certificate import randomize
+from fold.certificate import certify, randomize
 from fold.modules import Plan, Swap, swap_and_insert
 from hf.hub import import_transformers
 from load import load_model
@@ -88,7 +88,11 @@ def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module],
             raise ConfigError(
                 f"{spec} reads {before.config.block_size} tokens at most: give smaller lengths"
             )
-        return {"before": before, "after": gpt.to_rms(before)}, len(before.plan.letters)
+        tokens = torch.arange(min(config.lengths))[None] % before.n_vocab
+        after, certificate = certify(before, gpt.to_rms, (tokens,))
+        if not certificate.ok:
+            raise UserError(f"{spec}: {certificate}")
+        return {"before": before, "after": after}, len(before.plan.letters)
     name = spec.removeprefix("hf:")
     if name not in HF_SHAPES:
         shapes = ", ".join(f"hf:{shape}" for shape in HF_SHAPES)
@@ -101,9 +105,7 @@ def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module],
         setattr(settings, positions, max(2048, *config.lengths))
     torch.manual_seed(0)
     before = model_class(settings).eval()
-    # Matrices keep their random values; gains and biases leave 1 and 0.
-    matrices = [name for name, weight in before.named_parameters() if weight.dim() > 1]
-    randomize(before, keep=matrices)
+    randomize(before)
     report = fold.analyze(before, inputs(before, 2, 16, torch.float32))
     after, certificate = fold.fold(before, report, untie=True, insert=report.worth)
     if not certificate.ok:

@@ -66,7 +66,7 @@ from functools import partial
 
 from torch import nn
 
-from .certificate import TOLERANCE, Certificate, Check, Inputs, changed
+from .certificate import Certificate, Check, Inputs, changed
 from .choice import Analysis, Finding
 from .gains import fold_gains
 from .graph import Graph
@@ -157,9 +157,7 @@ class Report:
         return json.dumps(record, indent=1)
 
 
-def analyze(
-    model: nn.Module, example_inputs: Inputs, rules: str = "exact", trained: bool = True
-) -> Report:
+def analyze(model: nn.Module, example_inputs: Inputs, rules: str = "exact") -> Report:
     """Find the LayerNorms of a model that can be folded.
 
     Args:
@@ -168,9 +166,6 @@ def analyze(
             holds for their shapes and for the branches that the model takes on them. `fold` checks
             other sizes and ranks, too, as far as the model takes them.
         rules: "exact", or "paper" to count as the paper's Table 3 does.
-        trained: the verdicts hold for any values that training may give the parameters. With False
-            they also rely on the present values, such as initial gains that are all 1. The values
-            of frozen parameters (requires_grad=False) are relied on in both cases.
 
     Returns:
         A report with one row for each call of a LayerNorm, for print() and for `fold`. GroupNorms
@@ -179,7 +174,7 @@ def analyze(
     Raises:
         FoldError: the model cannot be exported, or a size in it depends on values.
     """
-    return _report(Graph(model, example_inputs, trained), example_inputs, rules)
+    return _report(Graph(model, example_inputs), example_inputs, rules)
 
 
 def _report(graph: Graph, inputs: Inputs, rules: str) -> Report:
@@ -211,7 +206,6 @@ def fold(
     report: Report,
     untie: bool = False,
     insert: bool = False,
-    tolerance: float = TOLERANCE,
     check: bool = False,
 ) -> tuple[nn.Module, Certificate]:
     """Replace the foldable LayerNorms of a model by RMSNorms, in a copy.
@@ -222,7 +216,6 @@ def fold(
         untie: give a parameter that is used elsewhere, too, a centred copy. A tied head then keeps
             the uncentred weights, which costs the memory of an embedding matrix.
         insert: insert centrings where they fold more norms than they are.
-        tolerance: largest allowed difference in float64, relative to the largest output.
         check: each of the RMSNorms checks that its input is centred, and raises FoldError if not.
             That costs one more reduction in each call.
 
@@ -246,8 +239,6 @@ def fold(
         partial(carry_out, plan),
         report.inputs,
         what=what,
-        keep=plan.keep,
-        tolerance=tolerance,
         folded=len(norms),
         inserted=len(plan.insertions),
         refusals=refusals,
@@ -263,9 +254,8 @@ def parametrize_cbwc(model: nn.Module, report: Report, insert: bool = False) -> 
     """Return a copy that trains with RMSNorms as the model would have trained with LayerNorms.
 
     Weights are centred whenever they are read, by torch.nn.utils.parametrize (CBWC, equation 7).
-    The optimiser sees the same parameters as before, and a tied one stays tied. Norms whose zero
-    mean holds only for present values of parameters (`trained=False` in analyze) are not folded,
-    because training would change these values. Training is the same without dropout only.
+    The optimiser sees the same parameters as before, and a tied one stays tied. Training is the
+    same without dropout only.
 
     Args:
         model: the model that was analysed, in the same mode. It is left unchanged.
@@ -277,7 +267,7 @@ def parametrize_cbwc(model: nn.Module, report: Report, insert: bool = False) -> 
     """
     _require_report_of(model, report)
     new = copy.deepcopy(model)
-    plan, _ = report.analysis.plan(untie=True, insert=insert, trained=True)
+    plan, _ = report.analysis.plan(untie=True, insert=insert)
     reparametrize(plan, new)
     return new
 

@@ -13,17 +13,11 @@ mistakes, too. So code that casts to float32 casts to float64 while it is checke
 """
 
 import copy
-import ctypes
-import hashlib
-import inspect
 import json
 import math
-import os
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -38,6 +32,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from .lines import wider
 from .siblings import FoldError, environment
 
 # Largest allowed difference in float64, relative to the largest output. A wrong conversion differs
@@ -51,7 +46,6 @@ SEED = 5489
 LARGEST = 1 << 22  # numbers of an input with one axis more
 
 Inputs = tuple | dict[str, Any]  # positional or keyword arguments of the model
-FindLogits = Callable[[Any], Tensor | None]  # output of a model -> logits (..., classes)
 
 
 @dataclass(frozen=True)
@@ -64,8 +58,7 @@ class Check:
         dtype: type of the arithmetic.
         max_abs: largest difference of the outputs.
         max_rel: largest difference / largest magnitude, of the worst output tensor.
-        kl: mean KL divergence in nats per position; None without logits.
-        argmax_agreement: share of positions with the same most likely class; None without logits.
+        tolerance: largest max_rel that is allowed.
     """
 
     weights: str
@@ -73,8 +66,7 @@ class Check:
     dtype: str
     max_abs: float
     max_rel: float
-    kl: float | None = None
-    argmax_agreement: float | None = None
+    tolerance: float
 
 
 @dataclass(frozen=True)
@@ -85,37 +77,31 @@ class Certificate:
 
     Attributes:
         what: name of the conversion.
-        ok: every float64 check is within `tolerance`, and the check in the model's own type within
-            `own_tolerance`.
+        ok: every check is within its tolerance.
         max_abs: largest difference in float64.
         max_rel: the same, relative to the largest output.
-        tolerance: largest max_rel that is allowed in float64.
-        own_tolerance: likewise in the model's own type; None for a model in float64.
         checks: in float64; then one in the model's own type, if that is another.
         folded: number of norms that were folded.
         inserted: number of centrings that were inserted.
         refusals: norms that were left, and why.
-        parameters: parameters and buffers that changed: name -> {"before": hash, "after": hash}.
-        kept: parameters that were not randomised; the conversion is exact for their present values
-            alone.
+        parameters: names of the parameters and buffers that changed, appeared or disappeared.
         environment: commit, versions and device.
         reason: why it is not ok.
+        kl: mean KL divergence of next-token distributions in nats a token, of GPTs alone.
     """
 
     what: str
     ok: bool
     max_abs: float
     max_rel: float
-    tolerance: float
-    own_tolerance: float | None
     checks: list[Check]
     folded: int = 0
     inserted: int = 0
     refusals: dict[str, str] = field(default_factory=dict)
-    parameters: dict[str, dict[str, str | None]] = field(default_factory=dict)
-    kept: list[str] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
+    kl: float | None = None
 
     def __str__(self) -> str:
         verdict = "exact" if self.ok else f"NOT exact ({self.reason})"
@@ -124,15 +110,12 @@ class Certificate:
             f"relative {self.max_rel:.1e}"
         ]
         for check in self.checks:
-            line = (
+            lines.append(
                 f"  {check.dtype}, {check.weights} weights, {check.inputs} inputs: "
                 f"{check.max_rel:.1e}"
             )
-            if check.kl is not None:
-                line += f", KL {check.kl:.1e}, argmax agrees {check.argmax_agreement:.2%}"
-            lines.append(line)
-        if self.kept:
-            lines.append(f"  only for the present values of {', '.join(self.kept)}")
+        if self.kl is not None:
+            lines.append(f"  KL {self.kl:.1e} nats a token")
         lines.append(
             "  for the arguments, branches and mode of the given inputs, in other sizes too"
         )
@@ -156,10 +139,7 @@ def certify(
     inputs: Inputs,
     *,
     what: str = "conversion",
-    keep: Collection[str] = (),
     random_weights: bool = True,
-    logits: FindLogits | None = None,
-    tolerance: float = TOLERANCE,
     sizes: bool = False,
 ) -> tuple[nn.Module, Certificate]:
     """Convert a model and check that its function stayed the same.
@@ -170,12 +150,7 @@ def certify(
             float64 copies.
         inputs: positional (tuple) or keyword (dict) arguments of both models.
         what: a name of the conversion, for the certificate.
-        keep: parameters that random weights leave alone, because the conversion relies on their
-            values.
         random_weights: False for a conversion that is fitted to the weights it is given.
-        logits: finds the logits (..., classes) in an output; the default takes the attribute or
-            key `logits`, if there is one.
-        tolerance: largest allowed difference in float64, relative to the largest output.
         sizes: with random weights, check also on inputs of other sizes and ranks (`other_sizes`),
             for a conversion that was found by looking at one example.
 
@@ -186,39 +161,33 @@ def certify(
         FoldError: a model cannot be run in float64, or its outputs cannot be compared.
     """
     after = convert(model)
-    compare = partial(_check, logits=logits or _logits)
     kinds = ("given", "random") if random_weights else ("given",)
-    checks, exact_output = _checks_in_float64(model, convert, inputs, kinds, keep, compare, sizes)
+    checks, exact_output = _checks_in_float64(model, convert, inputs, kinds, sizes)
     worst = max(checks, key=attrgetter("max_rel"))
-    limits = {worst: tolerance}
-    own_tolerance = None
     own_types = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float64}
     if own_types:
         coarsest = max(own_types, key=lambda dtype: torch.finfo(dtype).eps)
         before = run(model, inputs, widen=False)
-        own_check = compare("given", "given", before, run(after, inputs, widen=False))
-        checks.append(replace(own_check, dtype=str(coarsest).removeprefix("torch.")))
-        own_tolerance = OWN_TOLERANCE * torch.finfo(coarsest).eps / torch.finfo(torch.float32).eps
-        rounding = compare("given", "given", exact_output, before).max_rel
+        rounding = _check("given", "given", exact_output, before).max_rel
+        tolerance = OWN_TOLERANCE * torch.finfo(coarsest).eps / torch.finfo(torch.float32).eps
         if math.isfinite(rounding):
-            own_tolerance = max(own_tolerance, OWN_ERRORS * rounding)
-        limits[checks[-1]] = own_tolerance
+            tolerance = max(tolerance, OWN_ERRORS * rounding)
+        own = _check("given", "given", before, run(after, inputs, widen=False))
+        dtype = str(coarsest).removeprefix("torch.")
+        checks.append(replace(own, dtype=dtype, tolerance=tolerance))
     reasons = [
         f"off by {check.max_rel:.1e} with {check.weights} weights on {check.inputs} inputs in "
-        f"{check.dtype}, {limit:.0e} is allowed"
-        for check, limit in limits.items()
-        if not check.max_rel <= limit
+        f"{check.dtype}, {check.tolerance:.0e} is allowed"
+        for check in dict.fromkeys((worst, checks[-1]))
+        if not check.max_rel <= check.tolerance
     ]
     certificate = Certificate(
         what=what,
         ok=not reasons,
         max_abs=worst.max_abs,
         max_rel=worst.max_rel,
-        tolerance=tolerance,
-        own_tolerance=own_tolerance,
         checks=checks,
         parameters=touched(model, after),
-        kept=sorted(keep) if random_weights else [],
         environment=environment(next((p.device for p in model.parameters()), torch.device("cpu"))),
         reason="; ".join(reasons),
     )
@@ -231,8 +200,6 @@ def changed(
     inputs: Inputs,
     *,
     what: str,
-    keep: Collection[str] = (),
-    tolerance: float = TOLERANCE,
     **told: Any,
 ) -> tuple[nn.Module, Certificate]:
     """Change a copy of a model, if that leaves its function as it was.
@@ -252,9 +219,7 @@ def changed(
         change(new)
         return new
 
-    new, certificate = certify(
-        model, convert, inputs, what=what, keep=keep, tolerance=tolerance, sizes=True
-    )
+    new, certificate = certify(model, convert, inputs, what=what, sizes=True)
     if certificate.ok:
         return new, replace(certificate, **told)
     return model, replace(certificate, what=f"{type(model).__name__}: rolled back")
@@ -265,8 +230,6 @@ def _checks_in_float64(
     convert: Callable[[nn.Module], nn.Module],
     inputs: Inputs,
     kinds: Collection[str],
-    keep: Collection[str],
-    compare: Callable[[str, str, Any, Any], Check],
     sizes: bool,
 ) -> tuple[list[Check], Any]:
     """Check the conversion of float64 copies, of `sizes` the worst.
@@ -280,11 +243,11 @@ def _checks_in_float64(
     inputs = _double(inputs)
     for kind in kinds:
         if kind == "random":
-            randomize(wide, keep)
+            randomize(wide)
         converted = convert(wide)
         for source, x in (("given", inputs), ("fresh", fresh_inputs(inputs))):
             outputs.append(_run_wide(wide, x))
-            checks.append(compare(kind, source, outputs[-1], run(converted, x)))
+            checks.append(_check(kind, source, outputs[-1], run(converted, x)))
     resized = []
     for alternatives in other_sizes(inputs) if sizes else ():
         for x in alternatives:
@@ -294,15 +257,12 @@ def _checks_in_float64(
             except Exception:  # the model's forward may raise anything
                 continue
             if all(y.isfinite().all() for y in _floats(expected)):
-                resized.append(compare("random", "resized", expected, found))
+                resized.append(_check("random", "resized", expected, found))
             break
     return checks + sorted(resized, key=attrgetter("max_rel"))[-1:], outputs[0]
 
 
 # ------------------------------------------------------------------------------- running in float64
-
-
-WIDER = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
 
 
 class _Widen(TorchFunctionMode):
@@ -311,11 +271,8 @@ class _Widen(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (Tensor.float, Tensor.bfloat16, Tensor.half):
             function = Tensor.double
-        args = tuple(WIDER.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args)
-        kwargs = {
-            name: WIDER.get(arg, arg) if isinstance(arg, torch.dtype) else arg
-            for name, arg in (kwargs or {}).items()
-        }
+        args = tuple(map(wider, args))
+        kwargs = {name: wider(arg) for name, arg in (kwargs or {}).items()}
         return function(*args, **kwargs)
 
 
@@ -338,17 +295,9 @@ def _run_wide(model: nn.Module, inputs: Inputs) -> Any:
     except Exception as error:  # the model's forward may raise anything
         raise FoldError(
             f"{type(model).__name__} cannot be run in float64, as its check is "
-            f"({first_line(error)}{code_line(error)}): keep its tensors in parameters or "
-            "buffers, and no module of its own in a function, which would use that one in a copy"
+            f"({first_line(error)}): keep its tensors in parameters or buffers, and no module of "
+            "its own in a function, which would use that one in a copy"
         ) from error
-
-
-def code_line(error: Exception) -> str:
-    """Return, for messages, the line of a model's code at which an error arose; "" if none did."""
-    folders = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(folders)]
-    return f", at `{own[-1].line}`" if own and own[-1].line else ""
 
 
 def first_line(error: Exception) -> str:
@@ -403,15 +352,15 @@ def run(model: nn.Module, inputs: Inputs, widen: bool = True) -> Any:
 
 
 @torch.no_grad()
-def randomize(model: nn.Module, keep: Collection[str] = ()) -> None:
-    """Move all parameters but those named in `keep` by random amounts, in place.
+def randomize(model: nn.Module) -> None:
+    """Move all parameters by random amounts, in place.
 
     Vectors (gains, biases) move by 0.3 times a standard normal. In all others every row, every
     column and so on gets an offset of its own, so that no mean is zero by accident.
     """
     generator = torch.Generator().manual_seed(SEED)
-    for name, parameter in model.named_parameters():
-        if name in keep or not parameter.is_floating_point():
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
             continue
         is_vector = parameter.dim() < 2
         size = 0.3
@@ -479,12 +428,14 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
             resized(axes, lambda size: 2 * size if size < 32 else size // 2),
         ]
     # Axes more, of the last one's size: so norms of a fixed size take it, if it comes last. Axes
-    # less: an example of (1, 1, T, C) may hide what happens to (T, C).
+    # less: an example of (1, 1, T, C) may hide what happens to (T, C). In front: an example without
+    # a batch, as convolutions take it, may hide what happens to a batch.
     deeper = tensors
     for n in (1, 2):
         deeper = {i: _deeper(x) for i, x in deeper.items()}
         yield [changed(deeper)]
         yield [changed({i: x[(0,) * n] for i, x in tensors.items() if x.dim() >= n})]
+        yield [changed({i: x[(None,) * n] for i, x in tensors.items()})]
 
 
 def _deeper(x: Tensor) -> Tensor:
@@ -499,38 +450,19 @@ def _deeper(x: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------- comparing tensors
 
 
-def tensor_hash(tensor: Tensor) -> str:
-    """Return the first 16 digits of the SHA-256 of a tensor's type, shape and numbers."""
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    whole = tensor.detach().cpu()
-    whole = (whole.to_dense() if whole.layout is not torch.strided else whole).contiguous()
-    # Read its memory, because NumPy may not be installed.
-    digest.update((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
-    return digest.hexdigest()[:16]
+def touched(before: nn.Module, after: nn.Module) -> list[str]:
+    """Name the parameters and buffers, saved or not, that changed, appeared or disappeared."""
+    old, new = ({**one.state_dict(), **dict(one.named_buffers())} for one in (before, after))
+    return [name for name in old | new if not _same(old.get(name), new.get(name))]
 
 
-def touched(before: nn.Module, after: nn.Module) -> dict[str, dict[str, str | None]]:
-    """Find the parameters and buffers, saved or not, that changed, appeared or disappeared.
-
-    Returns:
-        For each name, the hashes before and after; None stands for a tensor that is not there.
-    """
-    old, new = (
-        {
-            name: tensor_hash(x)
-            for name, x in {**model.state_dict(), **dict(model.named_buffers())}.items()
-            if isinstance(x, Tensor)
-        }
-        for model in (before, after)
-    )
-    return {
-        name: {"before": old.get(name), "after": new.get(name)}
-        for name in old | new
-        if old.get(name) != new.get(name)
-    }
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b)  # what a module saves beside its tensors
+    return a.dtype == b.dtype and torch.equal(a.to_dense(), b.to_dense())
 
 
-def _check(weights: str, inputs: str, before: Any, after: Any, logits: FindLogits) -> Check:
+def _check(weights: str, inputs: str, before: Any, after: Any) -> Check:
     """Compare all floating-point tensors of two outputs.
 
     NaNs, infinities at different places and different shapes count as an infinite difference.
@@ -543,24 +475,13 @@ def _check(weights: str, inputs: str, before: Any, after: Any, logits: FindLogit
             f"{len(second)}: nothing can be compared"
         )
     differences = [_difference(a, b) for a, b in zip(first, second)]
-    kl = agreement = None
-    p = logits(before)
-    q = logits(after)
-    if p is not None and p.shape == q.shape:
-        log_p = p.double().log_softmax(-1)
-        log_q = q.double().log_softmax(-1)
-        # A class of probability 0 adds nothing; -inf - -inf would be NaN.
-        terms = torch.where(log_p.isinf(), 0.0, log_p.exp() * (log_p - log_q))
-        kl = terms.sum(-1).mean().item()
-        agreement = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
     return Check(
         weights=weights,
         inputs=inputs,
         dtype=str(first[0].dtype).removeprefix("torch."),
         max_abs=max(absolute for absolute, _ in differences),
         max_rel=max(relative for _, relative in differences),
-        kl=kl,
-        argmax_agreement=agreement,
+        tolerance=TOLERANCE,
     )
 
 
@@ -574,15 +495,6 @@ def _difference(a: Tensor, b: Tensor) -> tuple[float, float]:
     a = a[finite].double()
     difference = float((a - b[finite].double()).abs().max())
     return difference, difference / max(float(a.abs().max()), torch.finfo(torch.float64).tiny)
-
-
-def _logits(output: Any) -> Tensor | None:
-    """Find the logits in an output: its key or attribute `logits`."""
-    if isinstance(output, dict):
-        found = output.get("logits")
-    else:
-        found = inspect.getattr_static(output, "logits", None)
-    return found if isinstance(found, Tensor) else None
 
 
 def _floats(output: Any) -> list[Tensor]:

@@ -157,8 +157,7 @@ class Analysis:
     def _add_unsafe_source(self, norm: NormCall, at: Line, source: Source, shown: str) -> None:
         """Add a source to the norm's obstacles, because centring it would change something else.
 
-        It is no obstacle if it is 0 and stays 0. It can be untied if other users read it under
-        another name.
+        It can be untied if other users read it under another name.
         """
         name = str(source)
         if at.node in self.graph.names:
@@ -167,11 +166,6 @@ class Analysis:
             own_names = self.graph.owners(at.node, users)
             other_names = self.graph.owners(at.node, other_users)
             name = min(own_names)
-            parameter = self.graph.names[at.node]
-            value = self.graph.values[parameter]
-            if self.graph.stays(value) and not value.any():
-                norm.demand.keep.add(parameter)
-                return
             if not own_names & other_names and not self.graph.shows(at, users):
                 norm.untie[at] = tuple(sorted(own_names))
         norm.obstacles[at] = f"centring {name} would show in {shown}"
@@ -182,7 +176,6 @@ class Analysis:
         self,
         untie: bool = False,
         insert: bool = False,
-        trained: bool = False,
         hooks: bool = False,
         at_no_loss: bool = False,
     ) -> Choice:
@@ -191,16 +184,13 @@ class Analysis:
         Args:
             untie: parameters may be given copies.
             insert: centrings may be inserted, where they fold more norms than they are.
-            trained: nothing may rely on values that training changes.
             hooks: only centrings and swaps that can be written into the modules.
             at_no_loss: insert centrings also where they fold as many norms as they are.
         """
         norms = [
             norm
             for norm in self.norms
-            if not norm.norm.refused
-            and not (trained and norm.demand.keep)
-            and not (hooks and isinstance(norm.swap, str))
+            if not norm.norm.refused and not (hooks and isinstance(norm.swap, str))
         ]
         # To give up one norm may force others to be given up, so choose until nothing changes.
         while True:
@@ -266,47 +256,36 @@ class Analysis:
         # The last axis is that of tensors of any rank.
         axis, ndim = (-1, None) if at.axis == len(sizes) - 1 else (at.axis, len(sizes))
         path = self.graph.returned_by(at.node)
-        if path is not None:
-            return Insertion(path, axis, at.block, ndim=ndim)
-        taken = self.graph.taken_by(at.node)
-        if taken is not None:
-            path, argument = taken
-            return Insertion(path, axis, at.block, argument, ndim)
-        return None
+        found = (path, None) if path is not None else self.graph.taken_by(at.node)
+        return None if found is None else Insertion(*found, axis, at.block, ndim)
 
-    def plan(
-        self, untie: bool = False, insert: bool = False, trained: bool = False
-    ) -> tuple[Plan, list[NormCall]]:
+    def plan(self, untie: bool = False, insert: bool = False) -> tuple[Plan, list[NormCall]]:
         """Plan what to change in the modules.
 
         Args:
             untie: as in `choose`.
             insert: as in `choose`.
-            trained: as in `choose`.
 
         Returns:
             The plan, and the norms that it folds.
         """
-        choice = self.choose(untie, insert, trained, hooks=True)
+        choice = self.choose(untie, insert, hooks=True)
         # Dicts keep the order and drop what is there twice.
         sources: dict[Source, None] = {}
         untied: dict[tuple[Source, tuple[str, ...]], None] = {}
-        keep: set[str] = set()
         for norm in choice.norms:
             demand = norm.demand
-            keep |= demand.keep
             leaves, _ = choice.ends(norm)
             for at in leaves:
                 if at in norm.obstacles:
                     untied[demand.sources[at], norm.untie[at]] = None
-                elif at in demand.sources and self.graph.names.get(at.node) not in demand.keep:
+                elif at in demand.sources:
                     sources[demand.sources[at]] = None
         plan = Plan(
             sources=list(sources),
             untied=list(untied),
             swaps=list(dict.fromkeys(norm.swap for norm in choice.norms)),
             insertions=[self.insertion(line) for line in sorted(choice.centrings(), key=str)],
-            keep=keep,
         )
         return plan, choice.norms
 

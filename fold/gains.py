@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .certificate import TOLERANCE, Certificate, Inputs, changed
+from .certificate import Certificate, Inputs, changed
 from .graph import Graph
 from .lines import argument, describe, input_axes, is_tensor, shape
 from .modules import merged, tensor_of, untie
+from .rules import ROUNDING, Trial
 from .siblings import FoldError
 
 # Operations that leave the numbers where they are, and those that move them
@@ -57,6 +58,7 @@ MOVES = (
     "aten.unbind",
     "aten.roll",
 )
+PRODUCTS = ("aten.linear.", "aten.addmm.", "aten.mm.", "aten.matmul.", "aten.einsum.")
 NORMS = ("aten.layer_norm.", "aten.native_layer_norm.", "aten.rms_norm.")
 
 
@@ -115,7 +117,7 @@ class Fold:
 
 
 def fold_gains(
-    model: nn.Module, inputs: Inputs, untie: bool = True, tolerance: float = TOLERANCE
+    model: nn.Module, inputs: Inputs, untie: bool = True
 ) -> tuple[nn.Module, Certificate]:
     """Fold the gains and biases that linear layers alone read into these layers, in a copy.
 
@@ -124,7 +126,6 @@ def fold_gains(
         inputs: positional (tuple) or keyword (dict) arguments of the model.
         untie: a head that shares the embedding's weights may get weights of its own. It costs the
             memory of an embedding matrix.
-        tolerance: largest allowed difference in float64, relative to the largest output.
 
     Returns:
         (copy, certificate). The certificate names the gains and biases that stay, and why. If its
@@ -146,7 +147,6 @@ def fold_gains(
         partial(carry_out, folds),
         inputs,
         what=f"{name}: {len(folds)} gains folded into linears",
-        tolerance=tolerance,
         folded=len(folds),
         refusals=left,
     )
@@ -407,25 +407,28 @@ def _moved(user: Node, node: Node, channels: Tensor) -> list[tuple[Node, Tensor]
 
 
 def _read(graph: Graph, user: Node, x: Node, channels: Tensor) -> Read | None:
-    """Return how a linear operation reads x along its input channels; None if it does not."""
-    bias = None
-    match str(user.target):
-        case "aten.linear.default":
-            read, weight = user.args[:2]
-            bias = argument(user, 2, None, "bias")
-            axis = 1
-        case "aten.addmm.default" if not user.kwargs:
-            bias, read, weight = user.args
-            axis = 0
-        case "aten.mm.default" | "aten.matmul.default":
-            read, weight = user.args
-            axis = 0
-        case _:
-            return None
+    """Return how a product reads x along its input channels; None if it does not.
+
+    That is tried out: to scale the channels must be the same as to scale an axis of the weight.
+    """
     rows = channels.reshape(-1, channels.shape[-1])
-    reads_it = read is x and weight is not x and bias is not x and bool((rows == rows[0]).all())
-    if not reads_it or len(shape(weight)) != 2:
+    if not str(user.target).startswith(PRODUCTS) or not bool((rows == rows[0]).all()):
         return None
+    trial = Trial(user)
+    factors = trial.draw(rows[0])
+    scaled = trial.run({x: trial.values[x] * factors})
+    for entry, value in trial.values.items():
+        for axis, size in enumerate(value.shape):
+            if entry is x or size != len(factors):
+                continue
+            other = trial.run({entry: merged(value, factors, axis)})
+            if torch.allclose(scaled, other, rtol=0, atol=ROUNDING):
+                return _target(graph, user, entry, axis, rows[0])
+    return None
+
+
+def _target(graph: Graph, user: Node, weight: Node, axis: int, channels: Tensor) -> Read | None:
+    """Return the parameter that an operation reads as `weight`; None if that is not one alone."""
     entry = user
     while weight not in graph.names:
         if not str(weight.target).startswith((*CASTS, *TURNS)) or len(weight.users) != 1:
@@ -435,8 +438,10 @@ def _read(graph: Graph, user: Node, x: Node, channels: Tensor) -> Read | None:
         weight = weight.args[0]
     if not _is_parameter(graph, weight):
         return None
+    added = {"aten.linear.default": 2, "aten.addmm.default": 0}.get(str(user.target))
+    bias = None if added is None else argument(user, added)
     bias = graph.names[bias] if _is_parameter(graph, bias) else None
-    return Target(graph.names[weight], axis, tuple(rows[0].tolist()), bias), user, entry
+    return Target(graph.names[weight], axis, tuple(channels.tolist()), bias), user, entry
 
 
 def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...] | str:

@@ -18,10 +18,11 @@ and value heads. A linear's weight is (out, in).
 
 import copy
 import re
+from collections.abc import Collection
 from dataclasses import fields, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import FoldError
 from load import NORM_NAMES
@@ -50,12 +51,20 @@ def to_rms(model: GPT) -> GPT:
     For an output LayerNorm the linear before it is centred, for one of the embeddings these. The
     weights of 1 + weight (norm_gain=one_plus) and weight / sqrt(l) (lns) become the gains.
 
+    Other layouts have no exact form: what an output norm gives has a mean, say. Their certificate
+    says so.
+
     Raises:
-        FoldError: there is nothing to do, or no exact form of the norm plan (check_to_rms).
+        FoldError: there is nothing to do, or a norm is of another kind.
     """
     config = model.config
     plan = model.plan
-    check_to_rms(model)
+    gains = norms_with_gains(model)
+    what = f"norm_type={config.norm_type}, norm_plan {plan}"
+    if not set(plan.letters) <= set("LRPBI"):
+        raise FoldError(f"{what}: --to=rms is for LayerNorm and RMSNorm (layer, cbwc, lns, ...)")
+    if all(norm.has_plain_gain for norm in gains.values()) and not has_layer_norms(plan):
+        raise FoldError(f"{what}: its norms are RMSNorms with plain gains already")
     weights = untied(model) if centers_embeddings(model) else wide_state(model)
     if centers_stream(plan):
         center_stream(weights)
@@ -64,13 +73,7 @@ def to_rms(model: GPT) -> GPT:
     for index, letter in enumerate(plan.outputs):
         if letter == "L":
             center_linear(weights, f"blocks.{index // 2}.{('attn.proj', 'mlp.down')[index % 2]}")
-    for name, norm in norms_with_gains(model).items():
-        weights[f"{name}.weight"] = norm.exact_gain
-        weights.pop(f"{name}.depth", None)
-
-    keys: dict[str, object] = {}
-    if config.norm_gain == "one_plus":
-        keys["norm_gain"] = "plain"
+    keys = plain_gains(model, weights)
     if centers_embeddings(model):
         keys["tie_embeddings"] = False
     if set(plan.letters) <= {"R", "L"} and config.norm_type != "rms":
@@ -82,40 +85,6 @@ def to_rms(model: GPT) -> GPT:
         keys["post_base"] = "rms"
     keys["norm_plan"] = config.norm_plan.replace("L", "R")
     return rebuild(model, replace(config, **keys), weights)
-
-
-def check_to_rms(model: GPT) -> None:
-    """Check that `to_rms` has something to do for a model, and an exact form of it.
-
-    Raises:
-        FoldError: it has not.
-    """
-    config = model.config
-    plan = model.plan
-    what = f"norm_type={config.norm_type}, norm_plan {plan}"
-    if not set(plan.letters) <= set("LRPBI"):
-        raise FoldError(f"{what}: --to=rms is for LayerNorm and RMSNorm (layer, cbwc, lns, ...)")
-    gains = norms_with_gains(model)
-    is_plain = all(norm.has_plain_gain for norm in gains.values())
-    if is_plain and not has_layer_norms(plan):
-        raise FoldError(f"{what}: its norms are RMSNorms with plain gains already")
-    if centers_stream(plan):
-        readers = set(plan.letters) - {"L", "P", "B"}
-        if readers and plan.type.residual_linear is nn.Linear:
-            raise FoldError(
-                f"{what}: without its mean the stream is another one where {min(readers)} reads it"
-            )
-        # What a norm gives has a mean, unless it is a LayerNorm without gains and bias.
-        changes_mean = replaces_stream(plan) or set(plan.outputs + plan.embedding) != {"I"}
-        if changes_mean and (gains or "R" in plan.outputs + plan.embedding):
-            raise FoldError(
-                f"{what}: what an output norm, P or B gives has a mean, which LayerNorm removes"
-            )
-    has_bias = {norm.bias is not None for name, norm in gains.items() if ".attn." not in name}
-    if True in has_bias and (len(has_bias) > 1 or not set(plan.letters) <= {"R", "L"}):
-        raise FoldError(
-            f"{what}: norms with and without biases: RMSNorms of one model all have them, or none"
-        )
 
 
 def to_folded(model: GPT, exact: bool = True) -> GPT:
@@ -148,7 +117,7 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
     weights = wide_state(model) if final is None else untied(model)
     for position, norm in tapers.items():
         fold_form(norm.form_at_gate_zero(), weights, linear_after(position))
-    keys = add_biases(model, weights)
+    keys = bias_keys(model, weights)
     if final is not None:
         keys["tie_embeddings"] = False
         fold_final_taper(model, final, weights)
@@ -216,22 +185,15 @@ def with_room(model: GPT, untie: bool) -> GPT:
         new = absorb_alpha(new)
     reads_gain = model.norm_f.core.weight is not None
     weights = untied(new) if untie and reads_gain else wide_state(new)
-    for position, place in enumerate(new.places()):
-        if place.core.bias is not None and position < 2 * model.config.n_layer:
-            linear = linear_after(position)
-            zeros = weights[f"{linear}.weight"].new_zeros(len(weights[f"{linear}.weight"]))
-            weights.setdefault(f"{linear}.bias", zeros)
-    keys = PLAIN | add_biases(model, weights)
+    norms = enumerate(place.core for place in list(new.places())[:-1])
+    read = {f"{linear_after(position)}.bias" for position, norm in norms if norm.bias is not None}
+    keys = PLAIN | bias_keys(model, read)
     if "lm_head.weight" in weights:
         keys["tie_embeddings"] = False
-    if not model.plan.type.scales_by_depth:
-        return rebuild(new, replace(new.config, **keys), weights)
-    for name, norm in norms_with_gains(new).items():
-        weights[f"{name}.weight"] = norm.exact_gain
-        weights.pop(f"{name}.depth", None)
-    if model.config.norm_gain == "one_plus":
-        keys["norm_gain"] = "plain"
-    return rebuild(new, retype(new.config, "rms", **keys), weights)
+    keys |= plain_gains(new, weights)
+    if model.plan.type.scales_by_depth:
+        return rebuild(new, retype(new.config, "rms", **keys), weights)
+    return rebuild(new, replace(new.config, **keys), weights)
 
 
 def absorb_alpha(model: GPT) -> GPT:
@@ -284,6 +246,14 @@ def norms_with_gains(model: GPT) -> dict[str, Norm]:
     }
 
 
+def plain_gains(model: GPT, weights: Weights) -> dict[str, object]:
+    """Store gains as what norms multiply by, in place; return the keys of a config that say so."""
+    for name, norm in norms_with_gains(model).items():
+        weights[f"{name}.weight"] = norm.exact_gain
+        weights.pop(f"{name}.depth", None)
+    return {"norm_gain": "plain"} if model.config.norm_gain == "one_plus" else {}
+
+
 def linear_after(position: int) -> str:
     """Return the name of the linear that reads this position of a plan, one of the blocks."""
     return f"blocks.{position // 2}.{('attn.qkv', 'mlp.up')[position % 2]}"
@@ -326,27 +296,17 @@ def fold_form(form: FoldedForm, weights: Weights, reader: str) -> None:
         weights[f"{reader}.bias"] = bias
 
 
-def add_biases(model: GPT, weights: Weights) -> dict[str, object]:
-    """Complete the biases that `fold_form` gave to linears of the blocks, in place, with zeros.
+def bias_keys(model: GPT, biases: Collection[str]) -> dict[str, object]:
+    """Return the keys of a config in which linears of the blocks have these biases, by name.
 
-    Returns:
-        The keys of the config that say so: attn_bias and bias stand for several linears each.
+    attn_bias and bias stand for several linears each; `rebuild` makes the others zero.
     """
     block = model.blocks[0]
+    readers = {"attn_bias": ("attn.qkv", block.attn.qkv), "bias": ("mlp.up", block.mlp.up)}
     keys: dict[str, object] = {}
-    parts = (
-        ("attn_bias", {"attn.qkv": block.attn.qkv, "attn.proj": block.attn.proj}),
-        ("bias", {"mlp.up": block.mlp.up, "mlp.down": block.mlp.down}),
-    )
-    for key, linears in parts:
-        reader, linear = next(iter(linears.items()))
-        if linear.bias is not None or not any(name.endswith(f".{reader}.bias") for name in weights):
-            continue
-        keys[key] = True
-        for index in range(model.config.n_layer):
-            for name, linear in linears.items():
-                zeros = linear.weight.new_zeros(linear.out_features, dtype=torch.float64)
-                weights.setdefault(f"blocks.{index}.{name}.bias", zeros)
+    for key, (name, linear) in readers.items():
+        if linear.bias is None and any(bias.endswith(f".{name}.bias") for bias in biases):
+            keys[key] = True
     if "bias" in keys:  # which attn_bias follows by default
         keys.setdefault("attn_bias", block.attn.qkv.bias is not None)
     return keys
@@ -417,7 +377,8 @@ def rebuild(model: GPT, config: GPTConfig, weights: Weights) -> GPT:
     """Build a GPT of `config` with these weights.
 
     It has the weights' type and the tokenizer of `model`. Weights of norms that the new config
-    lacks are left out. Tensors that have that type already are taken over without a copy.
+    lacks are left out, and biases that `weights` lacks are zero. Tensors of that type are taken
+    over without a copy.
     """
     with torch.device("meta"):
         new = GPT(config)
@@ -428,6 +389,9 @@ def rebuild(model: GPT, config: GPTConfig, weights: Weights) -> GPT:
         # A calibrated alpha that the new model lacks goes into its gain as it is loaded.
         if name in own or not re.fullmatch(NORM_NAMES, name) or name.endswith(".alpha")
     }
+    for name, tensor in own.items():
+        if name.endswith(".bias"):
+            kept.setdefault(name, model.wte.weight.new_zeros(tensor.shape))
     new.load_state_dict(kept, assign=True)
     for name, table in model.named_buffers(recurse=False):  # of rotary positions
         setattr(new, name, table)

@@ -9,13 +9,12 @@ References to appendices and tables are to "Enjoy Your Layer Normalization".
 
 import copy
 import inspect
-import operator
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -24,17 +23,10 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from .certificate import Inputs, code_line, first_line, plain_encoders
-from .lines import Feeds, Line, aligned, describe, ignores_constant, is_float, module_path, shape
-from .rules import feeds
+from .certificate import Inputs, first_line, plain_encoders
+from .lines import Feeds, Line, aligned, describe, module_path, norm_of, shape
+from .rules import feeds, mark_fixed, passes_on
 from .siblings import FoldError
-
-# Operations for which rules.py has no rule, but for those of which they are made
-DECOMPOSED = (
-    torch.ops.aten.einsum.default,
-    torch.ops.aten.lerp.Scalar,
-    torch.ops.aten.baddbmm.default,
-)
 
 
 @dataclass(frozen=True)
@@ -62,8 +54,12 @@ class Demand:
     sources: dict[Line, Source] = field(default_factory=dict)
     # where it ends in something else: why that has no zero mean
     failures: dict[Line, str] = field(default_factory=dict)
-    # parameters whose present values it relies on, by name
-    keep: set[str] = field(default_factory=set)
+
+
+def _is_norm_along(line: Line) -> bool:
+    """Tell whether a line lies in the output of a norm, along what the norm averages."""
+    norm = norm_of(line.node.args[0] if "getitem" in str(line.node.target) else line.node)
+    return norm is not None and (norm.line.axis, norm.line.block) == (line.axis, line.block)
 
 
 def _is_norm_output(line: Line) -> bool:
@@ -75,53 +71,19 @@ def _is_norm_output(line: Line) -> bool:
     return "_norm" in str(node.target)
 
 
-def forwards(user: Node, line: Line) -> list[Line] | None:
-    """Return the lines of `user` to which it passes on a constant that is added to `line`.
-
-    Returns None where the constant would change something else.
-    """
-    if not isinstance(user.meta.get("val"), list | tuple):
-        return _forwards_to(user, line, user)
-    # Each piece of a split is a node of its own.
-    pieces = [piece for piece in user.users if piece.target is operator.getitem]
-    found = [_forwards_to(piece, line, user) for piece in pieces]
-    if None in found or len(pieces) < len(user.users):
-        return None
-    return [out for part in found for out in part]
-
-
-def _forwards_to(output: Node, line: Line, user: Node) -> list[Line] | None:
-    """Do the work of `forwards` for one output tensor.
-
-    The rule must count every use of the input: it does for x + x, and does not for x * x.
-    """
-    if not is_float(output):
-        return None
-    uses = sum(x is line.node for x in tree_leaves((user.args, user.kwargs)))
-    for axis, size in enumerate(shape(output)):
-        if size % line.block == 0:
-            out = Line(output, axis, line.block)
-            if feeds(out).inputs.count(line) == uses:
-                return [out]
-    return None
-
-
 class Graph:
     """The graph of `model` run on `inputs`, in the mode (train or eval) that the model is in.
 
     Args:
         model: it is left unchanged.
         inputs: positional (tuple) or keyword (dict) arguments of the model.
-        trained: its parameters will be trained on; only frozen ones may be relied on to keep their
-            values.
 
     Raises:
         FoldError: the model cannot be exported, or a size in it depends on values.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs, trained: bool = True):
+    def __init__(self, model: nn.Module, inputs: Inputs):
         self.model = model
-        self.trained = trained
         # path of a module that returns one tensor -> its shape
         self.returned: dict[str, tuple[int, ...]] = {}
         # path of a module -> the tensors that it takes: ((position, name) in its signature, shape)
@@ -144,6 +106,7 @@ class Graph:
         # nodes of those parameters and buffers that a fold may change, or rely on -> names
         self.names: dict[Node, str] = {}
         self._name_placeholders(program)
+        mark_fixed(self.nodes)
         user_inputs = program.graph_signature.user_inputs
         self.inputs = {
             node for node in self.nodes if node.op == "placeholder" and node.name in user_inputs
@@ -184,11 +147,11 @@ class Graph:
                     program = torch.export.export(model, args, kwargs, strict=False)
                 targets = [str(node.target) for node in program.graph.nodes]
                 self.writes = any(re.match(r"aten\.\w+_\.", target) for target in targets)
-                return program.run_decompositions(_decompositions())
+                return program.run_decompositions({})
         except Exception as error:  # a model's forward and the exporter may raise anything
             raise FoldError(
                 f"{type(self.model).__name__} cannot be exported with these inputs "
-                f"({first_line(error)}{code_line(error)}): "
+                f"({first_line(error)}): "
                 "leave out caches (use_cache=False) and branches on values"
             ) from error
 
@@ -248,10 +211,9 @@ class Graph:
             if name is None and node.name in constants:
                 name = constants[node.name]
                 node.meta["kind"] = f"{name}, a tensor that is neither parameter nor buffer,"
-                # the number 0, as in h[:, 0] = 0
                 value = program.constants.get(name)
-                is_number = isinstance(value, Tensor) and value.dim() == 0
-                node.meta["zero"] = is_number and not value.any()
+                if isinstance(value, Tensor) and value.dim() == 0:  # as in h[:, 0] = 0
+                    node.meta["constant"] = value
             elif name is None:
                 node.meta["kind"] = f"{node.name}, an input of the model,"
             elif name in mutated:
@@ -287,8 +249,8 @@ class Graph:
                     demand.sources[line] = Source(((name, line.axis),), line.block)
                 continue
             found = feeds(line)
-            if found.gain in self.names:
-                found = self._with_gain_values(found, demand, paper)
+            if paper and _is_norm_along(line):
+                found = Feeds()  # the table takes the output of every LayerNorm to have zero mean
             if not found.failure:
                 demand.below[line] = found.inputs
                 todo += [(below, line.node) for below in found.inputs]
@@ -299,23 +261,6 @@ class Graph:
             else:
                 demand.failures[line] = found.failure
         return demand
-
-    def _with_gain_values(self, found: Feeds, demand: Demand, paper: bool) -> Feeds:
-        """Return what feeds a norm's output line, now that its gain's values are looked at."""
-        if paper:  # the paper's table takes the output of every LayerNorm to have zero mean
-            return Feeds()
-        name = self.names[found.gain]
-        value = self.values[name]
-        # Gains that training can move do not count: with its initial gains, all 1, a BertModel had
-        # 5 strict norms of 5, and after training 1.
-        if self.stays(value) and bool((value == value.flatten()[0]).all()):
-            demand.keep.add(name)
-            return Feeds(found.inputs)
-        return found
-
-    def stays(self, value: Tensor) -> bool:
-        """Tell whether a fold may rely on the present value of this parameter or buffer."""
-        return not (self.trained and value.requires_grad)
 
     def _layer_scale(self, line: Line) -> Source | None:
         """Find a LayerScale: a gain times the output of linears or convolutions.
@@ -387,9 +332,7 @@ class Graph:
             done.add((at, user))
             if user.op == "output":
                 return "the model's output"
-            if ignores_constant(user, at):
-                continue
-            onwards = forwards(user, at)
+            onwards = passes_on(user, at)
             if onwards is None:
                 return describe(user)
             todo += [(out, next_user) for out in onwards for next_user in out.node.users]
@@ -483,13 +426,6 @@ class Graph:
                 return None
             return path, fitting[0]
         return None
-
-
-@cache
-def _decompositions() -> dict[Any, Callable]:
-    """Return what the operations without a rule of their own are made of."""
-    table = torch.export.default_decompositions()  # takes a while
-    return {name: table[name] for name in DECOMPOSED}
 
 
 def _remove_assertions(graph: torch.fx.Graph) -> None:

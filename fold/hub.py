@@ -98,7 +98,6 @@ def save(
     swaps = [module.swap for module in model.modules() if isinstance(module, FoldedNorm)]
     recipe = {
         "format": FORMAT,
-        "class": type(model).__name__,
         "swaps": [asdict(swap) for swap in swaps],
         "insertions": [asdict(hook.insertion) for hook in _centers(model)],
     }
@@ -130,7 +129,7 @@ def load(spec: str | Path) -> nn.Module:
     try:
         recipe = parse_json(path.read_text(encoding="utf-8"))
         swaps = [Swap(**swap) for swap in recipe["swaps"]]
-        insertions = [_insertion(found) for found in recipe["insertions"]]
+        insertions = [Insertion(**found) for found in recipe["insertions"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path}: not there, damaged, or not of this program ({error}): convert the model again"
@@ -142,12 +141,6 @@ def load(spec: str | Path) -> nn.Module:
     model = load_pretrained(spec)
     swap_and_insert(Plan(swaps=swaps, insertions=insertions), model)
     return model
-
-
-def _insertion(found: dict[str, Any]) -> Insertion:
-    """Read an insertion from JSON, which has lists for tuples."""
-    argument = found["argument"]
-    return Insertion(**{**found, "argument": argument and tuple(argument)})
 
 
 def _centers(model: nn.Module) -> Iterator[Center]:
@@ -164,7 +157,7 @@ def _centers(model: nn.Module) -> Iterator[Center]:
 def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
     """Draw random inputs of a transformers model: two examples, without a cache.
 
-    Its main input and its config say which they are: token ids, images, video or sound.
+    Its main input and its config say which they are: token ids or images.
 
     Returns:
         Keyword arguments; floats in the type of the model's weights.
@@ -190,17 +183,8 @@ def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
     if name == "pixel_values" or vision is not config:
         size = getattr(vision, "image_size", None) or 224
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        frames = [vision.num_frames] if hasattr(vision, "num_frames") else []
         channels = getattr(vision, "num_channels", 3)
-        inputs["pixel_values"] = noise(*frames, channels, height, width)
-    elif name == "input_values" and hasattr(config, "conv_stride"):
-        # A waveform; the stem's strides make some 16 frames of it.
-        stride = int(torch.tensor(config.conv_stride).prod())
-        inputs[name] = noise(16 * stride + 400)
-    elif name == "input_values" and hasattr(config, "num_mel_bins"):
-        inputs[name] = noise(config.max_length, config.num_mel_bins)
-    elif name == "input_features" and hasattr(config, "max_source_positions"):
-        inputs[name] = noise(config.num_mel_bins, 2 * config.max_source_positions)
+        inputs["pixel_values"] = noise(channels, height, width)
     if not inputs:
         raise ConfigError(
             f"{type(model).__name__} reads {name}: "

@@ -9,18 +9,18 @@ Your Layer Normalization", appendix C.3). A LayerNorm may be written out by hand
 
     (x - mean(x)) / sqrt(variance(x) + eps)
 
-The variance is the mean of (x - mean(x))^2, or torch's without its correction. A model may multiply
-by rsqrt instead, and take any axis. Where eps is added to the standard deviation, or the variance
-is divided by n - 1, it is another norm, and not found.
+That is tried out, so a model may write it as it likes, over any axis. Where eps is added to the
+standard deviation, or the variance is divided by n - 1, it is another norm, and not found.
 """
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_map
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,6 @@ class Feeds:
     inputs: tuple[Line, ...] = ()
     # why the line cannot have zero mean, even if all its inputs have ("": it can)
     failure: str = ""
-    # the gain of a norm along this line: the failure holds only if its numbers differ
-    gain: Node | None = None
 
 
 # ------------------------------------------------------------------------------------------ helpers
@@ -148,7 +146,37 @@ def reduced_axis(node: Node) -> int | None:
     return dims[0] % len(shape(node.args[0]))
 
 
+WIDER = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
+
+
+def wider(x: Any) -> Any:
+    """Return float64 for a type of floats; other arguments of an operation stay."""
+    return WIDER.get(x, x) if isinstance(x, torch.dtype) else x
+
+
+def compute(node: Node, known: dict[Node, Any]) -> Any:
+    """Compute a tensor of the graph in float64 from known ones, which become more.
+
+    Raises KeyError if it depends on other tensors, and what its operations raise.
+    """
+    if node not in known and node.op != "call_function":
+        raise KeyError(node)
+    if node not in known:
+
+        def value(x: Any) -> Any:
+            return compute(x, known) if isinstance(x, Node) else wider(x)
+
+        args, kwargs = tree_map(value, (node.args, node.kwargs))
+        known[node] = node.target(*args, **kwargs)
+    return known[node]
+
+
 # -------------------------------------------------------------------------------------------- norms
+
+
+PRODUCTS = ("aten.mul.Tensor", "aten.div.Tensor")
+TINY = 1e-9
+SCALES = (1.0, 1e6)  # also of large numbers, which a clamp may cut
 
 
 @dataclass(frozen=True)
@@ -176,7 +204,7 @@ def norm_of(node: Node) -> Norm | None:
         block = shape(x)[1] // groups
         why = "" if block > 1 else "its mean is over one number"
         return Norm(Line(x, 1, block), argument(node, 4, 1e-5), groups, refused=why)
-    return next(_by_hand(node), None)
+    return _by_hand(node)
 
 
 def _refused_layer_norm(node: Node) -> str:
@@ -196,131 +224,43 @@ def _refused_layer_norm(node: Node) -> str:
 # ------------------------------------------------------------------------------ written out by hand
 
 
-def _by_hand(node: Node) -> Iterator[Norm]:
-    """Yield the norm that `node` scales the centred input of, if it does."""
-    for centred, scale, exponent in _scaled(node):
+def _by_hand(node: Node) -> Norm | None:
+    """Return the norm that `node` scales the centred input of, if it does: that is tried out."""
+    factors = node.all_input_nodes if str(node.target).startswith(PRODUCTS) else ()
+    for centred in factors:
         at = centring(centred)
-        root = _root(scale, exponent)
-        if at is None or root is None:
+        if at is None or at[1] == 1:
             continue
-        variance, eps = root
-        axis, block = at
         x = centred.args[0]
-        if block > 1 and _is_variance(variance, x, axis):
-            yield Norm(Line(x, axis, block), eps, by_hand=True)
+        axis, block = at
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randn(shape(x), generator=generator, dtype=torch.float64)
+        numbers = numbers.to(x.meta["val"].device)
+        try:
+            tiny, *found = (compute(node, {x: scale * numbers}) for scale in (TINY, *SCALES))
+        except Exception:  # it needs other tensors, or is no operation on floats
+            continue
+        c = numbers - numbers.mean(axis, keepdim=True)
+        # A tiny input is divided by sqrt(eps) alone.
+        eps = float(TINY * c.abs().max() / tiny.abs().max()) ** 2
+        wide = torch.stack([scale * c for scale in SCALES])
+        mean = wide.square().mean(axis - c.dim(), keepdim=True)
+        expected = wide * torch.rsqrt(mean + eps)
+        if torch.allclose(torch.stack(found), expected, rtol=1e-9, atol=1e-9):
+            return Norm(Line(x, axis, block), float(f"{eps:.6g}"), by_hand=True)
+    return None
 
 
-def _scaled(node: Node) -> Iterator[tuple[Node, Node, float]]:
-    """Yield (x, y, exponent) for each way in which a node is x * y ** exponent."""
-    name = str(node.target)
-    if node.kwargs or not all(is_tensor(x) for x in node.args):
-        return
-    if name == "aten.div.Tensor":
-        yield *node.args, -1.0
-    elif name == "aten.mul.Tensor":
-        x, y = node.args
-        yield x, y, 1.0
-        yield y, x, 1.0
-
-
-POWERS = {"aten.sqrt.default": 0.5, "aten.rsqrt.default": -0.5, "aten.reciprocal.default": -1.0}
-
-
-def _root(node: Node, exponent: float) -> tuple[Node, float] | None:
-    """Return (variance, eps) if node ** exponent is 1 / sqrt(variance + eps)."""
-    while not str(node.target).startswith("aten.add."):
-        name = str(node.target)
-        power = node.args[1] if name == "aten.pow.Tensor_Scalar" else POWERS.get(name)
-        if power is None:
-            return None
-        exponent *= power
-        node = node.args[0]
-    variance, eps = node.args
-    if node.kwargs or exponent != -0.5 or not isinstance(eps, float) or not is_tensor(variance):
-        return None
-    return variance, eps
-
-
-def _is_variance(node: Node, x: Node, axis: int) -> bool:
-    """Tell whether a node is the variance of x along an axis."""
-    if node.target is operator.getitem and node.args[1] == 0:  # torch.var_mean: (variance, mean)
-        node = node.args[0]
-    name = str(node.target)
-    if not name.startswith(("aten.mean.dim", "aten.var.", "aten.var_mean.")):
-        return False
-    if reduced_axis(node) != axis:
-        return False
-    of = node.args[0]
-    if name.startswith(("aten.var.", "aten.var_mean.")):
-        corrections = (2, True, "unbiased") if name.endswith(".dim") else (2, 1, "correction")
-        return argument(node, *corrections) == 0 and (of is x or _centres(of, x, axis))
-    match str(of.target):
-        case "aten.pow.Tensor_Scalar":
-            squares = of.args[1] == 2
-        case "aten.mul.Tensor":
-            squares = of.args[1] is of.args[0]
-        case target:
-            squares = target == "aten.square.default"
-    return name == "aten.mean.dim" and squares and _centres(of.args[0], x, axis)
-
-
-def _centres(node: Any, x: Node, axis: int) -> bool:
-    """Tell whether a node is x - mean(x) along an axis."""
-    return is_tensor(node) and centring(node) == (axis, shape(x)[axis]) and node.args[0] is x
-
-
-# --------------------------------------------------------------------------- what ignores constants
-
-SOFTMAX = ("aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax")
-DEVIATION = ("aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim")
-
-# Operations that read the shape or the type of their input, or of all but the first
-READ_NO_NUMBERS = (
-    "aten.zeros_like",
-    "aten.ones_like",
-    "aten.full_like",
-    "aten.empty_like",
-    "aten.new_",
-)
-READ_FIRST_ALONE = ("aten.type_as", "aten.to.other", "aten.view_as", "aten.expand_as")
-
-
-def ignores_constant(user: Node, line: Line) -> bool:
-    """Tell whether `user` gives the same if a constant is added to the blocks of this line.
-
-    `user` is an operation that reads the line's tensor.
-    """
+def only_centres(user: Node, line: Line) -> bool:
+    """Tell whether an operation on a line is a step of x - mean(x), which no constant changes."""
+    centred = (line.axis, line.block)
     name = str(user.target)
-    ndim = len(shape(line.node))
-    whole_axis = line.block == shape(line.node)[line.axis]
-    norm = norm_of(user)
-    if norm is not None:
-        return norm.line == line and not norm.refused and user.args.count(line.node) == 1
-    if name.startswith(SOFTMAX):
-        return whole_axis and user.args[1] % ndim == line.axis
-    if name.startswith(DEVIATION):
-        dims = list(argument(user, 1, [], "dim") or [])
-        return whole_axis and dims in ([line.axis], [line.axis - ndim])
-    if centring(user) == (line.axis, line.block):
-        return True
-    if name.startswith(("aten.copy.", "aten.fill.")):  # overwrites all its numbers
-        return user.args[0] is line.node and user.args.count(line.node) == 1
-    if name == "aten.mean.dim":  # the first half of a centring
-        return bool(user.users) and _only_centres(user, line)
-    if name.startswith("aten.var_mean."):
+    if not name.startswith(("aten.mean.dim", "aten.var_mean.")):
+        return centring(user) == centred and user.args[0] is line.node
+    means = [user]
+    if "var_mean" in name:
+        if (reduced_axis(user), shape(line.node)[line.axis]) != centred:
+            return False
         means = [piece for piece in user.users if piece.args[1] == 1]
-        whole = whole_axis and reduced_axis(user) == line.axis
-        return whole and all(_only_centres(mean, line) for mean in means)
-    if name.startswith(("aten._assert", "aten.sym_", *READ_NO_NUMBERS)):
-        return True
-    if name.startswith(READ_FIRST_ALONE):
-        return line.node is not user.args[0]
-    return not (user.users or user.op == "output")
-
-
-def _only_centres(mean: Node, line: Line) -> bool:
-    """Tell whether a mean of a line is only subtracted from it."""
-    return all(
-        centring(sub) == (line.axis, line.block) and sub.args == (line.node, mean)
-        for sub in mean.users
-    )
+    subs = [sub for mean in means for sub in mean.users]
+    return all(centring(sub) == centred and sub.args[0] is line.node for sub in subs)

@@ -43,9 +43,9 @@ class Insertion:
     """A centring of what module `path` returns or takes, along an axis, in blocks."""
 
     path: str  # "" is the whole model
+    argument: tuple[int, str] | None  # (position, name); None: what the module returns
     axis: int  # as in a Swap
     block: int
-    argument: tuple[int, str] | None = None  # (position, name); None: what the module returns
     ndim: int | None = None  # as in a Swap
 
 
@@ -58,7 +58,6 @@ class Plan:
     untied: list[tuple[Source, tuple[str, ...]]] = field(default_factory=list)
     swaps: list[Swap] = field(default_factory=list)
     insertions: list[Insertion] = field(default_factory=list)
-    keep: set[str] = field(default_factory=set)  # parameters whose present values it relies on
 
 
 # of the RMS: rounding in float32 leaves some 1e-6

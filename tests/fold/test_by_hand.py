@@ -108,7 +108,7 @@ def test_a_module_by_hand_folds(normalise, bias, forward):
         # something else reads its input
         (lambda m, x: m.out(m.norm(h := m.a(x)) + h), pow_and_sqrt, (1, 0), "linear in out"),
         # its gain makes a mean for the next norm
-        (lambda m, x: m.out(m.ln(m.norm(m.a(x)))), pow_and_sqrt, (2, 1), "another factor"),
+        (lambda m, x: m.out(m.ln(m.norm(m.a(x)))), pow_and_sqrt, (2, 1), "mul in norm"),
         (lambda m, x: m.out(pow_and_sqrt(m.a(x), -1)), None, (1, 1), "called by the model itself"),
         (lambda m, x: m.out(m.norm(m.a(x), x)), pow_and_sqrt, (1, 1), "does more"),
     ],

@@ -53,7 +53,7 @@ def test_a_buffer_that_is_not_saved():
     assert report.strict == 0 and "pe, which no state dict holds," in report.rows[0].reason
     other = copy.deepcopy(model)
     other.pe += 1
-    assert list(touched(model, other)) == ["pe"]
+    assert touched(model, other) == ["pe"]
     model.register_buffer("pe", model.pe)  # saved
     _, certificate = folded(model, (draw(2, 4, C),), 1)
     assert "pe" in certificate.parameters
@@ -175,9 +175,6 @@ def test_a_module_that_returns_a_view_of_what_it_wrote(rows):
 
     model = net(forward, positions=Positions())
     report = analyze(model, (draw(2, rows, C),))
-    for line in report.analysis.norms[0].demand.below:
-        insertion = report.analysis.insertion(line)
-        assert insertion is None or insertion.path != "positions" or insertion.axis == 2
     after, certificate = fold(model, report, insert=True)
     assert certificate.ok, str(certificate)
     other = (draw(3, rows, C, seed=1),)

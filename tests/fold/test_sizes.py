@@ -88,6 +88,17 @@ class Cached(nn.Module):
         return self.norm(torch.cat([x, self.token.expand(len(x), 1, C)], 1))
 
 
+class Residual(nn.Module):
+    """A sublayer with its norm, and its sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(C), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
 def prepared(model: nn.Module) -> nn.Module:
     model = model.double().eval()
     randomize(model)
@@ -160,6 +171,12 @@ CASES = {
         [(2, 3, C)],
         0,
     ),
+    "a convolution without a batch": (
+        prepared(nn.Sequential(nn.Conv1d(3, C, 2, 2), Whitened(1), Residual(), nn.LayerNorm(C))),
+        (3, 2 * C),
+        [(1, 3, 2 * C), (2, 3, 2 * C)],
+        0,
+    ),
     "a cumulative sum": (front(lambda h: h.cumsum(1), nn.LayerNorm(C)), (2, 3, C), [(3, C)], 0),
     "two axes that are not there": (
         front(lambda h: h.cumsum(1), lambda h: h.squeeze(), nn.LayerNorm(C)),
@@ -184,17 +201,6 @@ def test_a_folded_norm_under_vmap():
     after, _ = fold(model, analyze(model, (draw(*example),)))
     x = draw(3, 2, C)
     close(torch.vmap(torch.vmap(after))(x), model(x))
-
-
-class Residual(nn.Module):
-    """A sublayer with its norm, and its sum."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(C), nn.Linear(C, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.norm(x))
 
 
 STEPS = (
