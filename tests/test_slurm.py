@@ -1,0 +1,176 @@
+"""slurm/*.sbatch under a real Slurm on this machine, which the tests start and stop.
+
+    python -m pytest tests/test_slurm.py      # as root, after apt-get install slurm-wlm munge
+
+Every result equals that of an undisturbed run to the bit.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, TINY, losses, records, same_weights, steps_of, write_tiny_shards
+
+pytestmark = [
+    pytest.mark.xdist_group("slurm"),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))),
+        reason="needs root, slurm-wlm and munge",
+    ),
+]
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+AuthType=auth/munge
+AuthInfo=cred_expire=5
+SlurmUser=root
+SlurmdUser=root
+SlurmctldPort=16827
+SlurmdPort=16828
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+MpiDefault=none
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+WORDS = ("config/demo.py", *TINY, "--max_iters=800", "--checkpoint_interval=50")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Path]:
+    """A folder with data; SLURM_CONF names a cluster of this one machine."""
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    write_tiny_shards(folder / "data", vocab=200)
+    conf = folder / "slurm.conf"
+    host = socket.gethostname().split(".")[0]
+    conf.write_text(CONF.format(folder=folder, host=host, cpus=os.cpu_count()))
+    os.environ["SLURM_CONF"] = str(conf)
+    start_munge()
+    for name in ("slurmctld", "slurmd"):
+        subprocess.run([name], check=True)
+    wait_for(lambda: said("sinfo", "-h", "-o", "%T") == "idle")
+    yield folder
+    for name in ("slurmd", "slurmctld"):
+        os.kill(int((folder / f"{name}.pid").read_text()), 15)
+    del os.environ["SLURM_CONF"]
+
+
+def start_munge() -> None:
+    if subprocess.run(["munge", "-n"], capture_output=True).returncode:
+        if not Path("/etc/munge/munge.key").exists():
+            subprocess.run(["mungekey", "-c"], check=True)
+        Path("/run/munge").mkdir(exist_ok=True)
+        shutil.chown("/run/munge", "munge")
+        subprocess.run(["su", "munge", "-s", "/bin/bash", "-c", "/usr/sbin/munged"], check=True)
+
+
+def said(*command: str, **env: str) -> str:
+    settings = os.environ | {"OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(
+        command, cwd=ROOT, env=settings, text=True, stdout=subprocess.PIPE, check=True
+    ).stdout.strip()
+
+
+def wait_for(is_so: Callable[[], bool], seconds: float = 400) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def submit(
+    script: str, folder: Path, *words: str, options: tuple[str, ...] = (), **env: str
+) -> str:
+    """Start a job that has a core for each of its tasks. Returns its number."""
+    told = f"--output={folder}/job-%j.txt"
+    return said("sbatch", "--parsable", told, *options, f"slurm/{script}.sbatch", *words, **env)
+
+
+def wait_until(run: Path, step: int) -> None:
+    wait_for(lambda: (run / "log.jsonl").exists() and len(steps_of(run)) >= step)
+
+
+def finish(*jobs: str) -> None:
+    wait_for(lambda: not said("squeue", "-h", "-o", "%i", "-j", ",".join(jobs)))
+
+
+def check_same(run: Path, undisturbed: Path, resumed: int) -> None:
+    """`run` equals the undisturbed one, and was resumed so many times."""
+    events = [record["event"] for record in records(run)]
+    assert events.count("resume") == resumed
+    assert losses(run) == losses(undisturbed)
+    assert same_weights(run, undisturbed)
+
+
+@pytest.mark.parametrize("how", ["limit", "requeue"])
+def test_a_run_on_two_nodes_goes_on(slurm, tmp_path, how):
+    """Two tasks stand for two nodes. What Slurm sends before the time limit, or a requeue."""
+    words = (*WORDS, f"--data_dir={slurm / 'data'}")
+    alone = tmp_path / "alone"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    said(*torchrun, "train.py", *words, f"--out_dir={alone}")
+    run = tmp_path / "run"
+    tasks = ("--ntasks-per-node=2",)
+    job = submit("train", slurm, *words, f"--out_dir={run}", options=tasks, NPROC="1")
+    wait_until(run, 100)
+    if how == "limit":
+        said("scancel", "--batch", "--signal=USR1", job)
+    else:
+        said("scontrol", "requeue", job)
+    finish(job)
+    check_same(run, alone, resumed=1)
+
+
+def trainer_of(run: Path) -> str:
+    """Return the job that trains `run`, "" if none does."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"--out_dir={run}" in (process / "cmdline").read_text().split("\0"):
+                set_there = (process / "environ").read_text().split("\0")
+                return next(word for word in set_there if word.startswith("SLURM_JOB_ID="))[13:]
+    return ""
+
+
+def in_the_middle(runs: list[Path], disturbed: list[Path]) -> list[Path]:
+    others = [run for run in runs if run not in disturbed]
+    return [run for run in others if len(steps_of(run)) >= 100 and trainer_of(run)]
+
+
+def test_a_sweep_of_four_workers_loses_nothing(train_ok, slurm, tmp_path):
+    """Of four workers on two cores one meets its time limit, one is requeued, one is cancelled."""
+    words = (*WORDS, f"--data_dir={slurm / 'data'}")
+    out = tmp_path / "out"
+    runs = [out / f"{name}-{seed}" for seed in (1, 2) for name in ("rms", "layer")]
+    for run in runs:
+        name, seed = run.name.split("-")
+        where = f"--out_dir={tmp_path / 'alone' / run.name}"
+        train_ok(*words, f"--norm_type={name}", f"--seed={seed}", where)
+    settings = {"ARMS": "rms layer", "SEEDS": "1 2", "OUT": str(out), "PYTHON": sys.executable}
+    job = submit("sweep", slurm, *words, options=("--array=1-4",), **settings)
+    disturbed = []
+    for command in (("scancel", "--batch", "--signal=USR1"), ("scontrol", "requeue"), ("scancel",)):
+        wait_for(lambda: in_the_middle(runs, disturbed))
+        disturbed.append(in_the_middle(runs, disturbed)[0])
+        said(*command, trainer_of(disturbed[-1]))
+    finish(job)
+    finish(submit("sweep", slurm, *words, **settings))  # what the cancelled worker had begun
+    for run in runs:
+        check_same(run, tmp_path / "alone" / run.name, resumed=int(run in disturbed))
