@@ -159,6 +159,15 @@ repro/taper_finetune.sh gpt2
 repro/taper_table.sh
 repro/taper_throughput.sh
 """,
+    "a cluster": """
+sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=32 --time=8:00:00 \
+  slurm/train.sbatch config/coupled.py --out_dir=out/coupled
+ARMS="rms coupled" SEEDS="8 9 10 11" OUT=out/small \
+  sbatch --array=1-8 --gpus=1 --cpus-per-task=8 --time=8:00:00 slurm/sweep.sbatch config/small.py
+ARMS="rms coupled" SEEDS="8 9 10 11 12 13 14 15" OUT=out/table1 NPROC=8 HELLASWAG=auto \
+  sbatch --array=1-4 --exclusive --gpus=8 --cpus-per-task=64 --time=24:00:00 \
+  slurm/sweep.sbatch config/rms.py --delta_val_loss=0.001
+""",
     "minutes or hours of a CPU": """
 make demo
 make test
