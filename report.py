@@ -48,6 +48,7 @@ from evidence.names import short_name
 from evidence.plots import plot_loss
 from evidence.runs import (
     METRICS,
+    Metric,
     Run,
     by_arm,
     difference_in_data,
@@ -80,6 +81,8 @@ ALONE = """\
 Nothing is compared, for no arm has two pairs. A pair differs in the norm alone: same seed, same
 data, same settings. Arms with learning rates of their own are compared by a plan that was declared
 before its runs, as repro/which_norm.py does (docs/which_norm.md)."""
+
+LONGEST_NAME = 19  # characters of an arm in the terminal's table of 80
 
 STABILITY = """\
 Divergence is a result: an arm of which runs diverged has no verdict on the rest. Clipped steps: the
@@ -221,18 +224,23 @@ def stability_rows(arms: Arms) -> list[list[Any]]:
     return table
 
 
+def mean_and_sd(metric: Metric, runs: dict[int, Run]) -> tuple[float | None, float | None]:
+    """Return mean and SD of a metric over runs; None where too few have it."""
+    values = [run.metrics[metric.name] for run in runs.values() if metric.name in run.metrics]
+    # The mean of speeds is geometric, because they are compared as ratios.
+    mean = gmean if metric.relative else np.mean
+    sd = np.std(values, ddof=1) if len(values) > 1 else None
+    return mean(values) if values else None, sd
+
+
 def seed_table(arms: Arms, metric: str) -> str:
     """Return the values of one metric: one row a seed, one column an arm, mean and SD below."""
     digits = 0 if metric == "tok_per_s" else 4
-    # The mean of speeds is geometric, because they are compared as ratios.
-    mean = gmean if METRICS[metric].relative else np.mean
     seeds = sorted({seed for runs in arms.values() for seed in runs})
     columns = [[*seeds, "mean", "SD"]]
     for runs in arms.values():
         values = [runs[seed].metrics.get(metric) if seed in runs else None for seed in seeds]
-        measured = [value for value in values if value is not None]
-        values.append(mean(measured) if measured else None)
-        values.append(np.std(measured, ddof=1) if len(measured) > 1 else None)
+        values += mean_and_sd(METRICS[metric], runs)
         columns.append([number(value, digits) for value in values])
     return markdown(["seed", *(f"`{arm}`" for arm in arms)], zip(*columns, strict=True))
 
@@ -506,10 +514,38 @@ def write_report(report: Report, out: Path, pictures: bool) -> None:
             write_bytes_atomically(out / "report.html", page_of(report))
 
 
+def terminal_table(report: Report) -> str:
+    """Return the arms in the loss to decide by, at most 80 characters a line; "" without one."""
+    rows = [row for row in report.judged if row.metric is report.judged[0].metric]
+    if not rows:
+        return ""
+    metric = rows[0].metric
+    found = {row.arm: row for row in rows}
+    lines = [["arm", "seeds", "mean", "SD", "differs", "95 % (Holm)", "verdict"]]
+    for place, (arm, runs) in enumerate(report.compared.items()):
+        name = short_name(arm)
+        if len(name) > LONGEST_NAME:  # two names may be alike up to where they are cut
+            name = f"{name[: LONGEST_NAME - 4]} #{place}"
+        mean, sd = mean_and_sd(metric, runs)
+        line = [name, str(len(runs)), number(mean), number(sd)]
+        row = found.get(arm)
+        tests = ["", "", ""]
+        if row is not None:
+            tests = [row.show(row.estimate.mean), row.show_interval(row.verdict.interval)]
+            tests.append(row.two_words)
+        lines.append(line + tests)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = [f"{metric.name}, {metric.unit}"]
+    for arm, *numbers, verdict in lines:
+        cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:])]
+        table.append(" ".join([arm.ljust(widths[0]), *cells, "", verdict]).rstrip())
+    return "\n".join(table)
+
+
 def said(report: Report) -> str:
     """Return what the program prints: a table, verdicts, what is not judged or left out."""
-    rows = [row for row in report.judged if row.metric is report.judged[0].metric]
-    parts = [table_of(map(verdict_cells, rows))] if rows else []
+    table = terminal_table(report)
+    parts = [table] if table else []
     parts += verdict_sentences(report.judged, report.unjudged)
     if not report.rows:
         parts.append(ALONE)

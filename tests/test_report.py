@@ -143,10 +143,12 @@ def test_files_are_written_and_agree(sweep, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "taper: better" in printed
     rows = rows_of(sweep)
-    for arm in ("layer", "coupled", "taper"):
+    table = {line.split()[0]: line for line in printed.split("\n\n")[0].splitlines()[2:]}
+    assert max(map(len, table.values())) <= 80 and table["rms"].split()[1] == "8"
+    ends = {"layer": "worse, beyond", "coupled": "within margin", "taper": "better, beyond"}
+    for arm, words in ends.items():
         row = rows["val_loss", arm]
-        words = f"| `{arm}` | **{row.word}** | 8 | {row.estimate.mean:+.4f} |"
-        assert words in printed.split("\n\n")[0]
+        assert table[arm].endswith(words) and f" {row.estimate.mean:+.4f} " in table[arm]
     text, appendix = (out / "report.md").read_text().split("## Appendix: not judged")
     for heading in ("## Verdicts", "## Tests", "### val_loss (nats per token)", "| SD |"):
         assert heading in text
@@ -203,6 +205,17 @@ def test_the_page_has_old_runs_and_arms_without_a_verdict(sweep):
     report.main([str(sweep), "--baseline=rms"])
     page = (sweep / "report.html").read_text()
     assert "<th>rms_bias" in page and "<p>taper: no verdict: 8 of 8 runs diverged" in page
+
+
+def test_long_names_in_the_terminal_stay_apart(tmp_path, capsys):
+    for seed in (8, 9):
+        write_run(tmp_path, "rms", seed)
+        for anchor in (0.1, 0.01):
+            write_run(tmp_path, "taper", seed, taper_final=True, taper_anchor=anchor)
+    report.main([str(tmp_path), "--baseline=rms", "--pictures=False"])
+    lines = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
+    names = {line.partition("  ")[0] for line in lines}
+    assert len(names) == 3 and all(len(line) <= 80 for line in lines)
 
 
 def test_runs_of_before_a_key_existed_are_comparable(tmp_path):

@@ -251,6 +251,7 @@ class Loop:
         # All ranks have the same report, so all of them raise, or stop, after the same step.
         self._check_finite(report)
         self.stability.add(report.loss, report.grad_norm)
+        self.log.advance(report.step)
         if report.step % self.config.log_interval == 0 or report.step in (1, self.config.max_iters):
             self._log_step(report)
         if report.stops:

@@ -1,4 +1,4 @@
-"""Clipped steps, spikes and the largest attention logit, against their definitions.
+"""Clipped steps, spikes and the largest attention logit, against their definitions; the bar.
 
 python -m pytest tests/training/test_stability.py
 """
@@ -13,6 +13,7 @@ from helpers import draw, shake
 
 from model import GPT, GPTConfig
 from training import stability
+from training.log import RunLog
 from training.stability import SPIKE, WINDOW, Stability, largest_attention_logit, largest_logit
 
 SHAPE = GPTConfig(
@@ -89,3 +90,17 @@ def test_of_a_model_it_is_the_largest_of_all_layers(keys):
     assert largest_attention_logit(model, idx) == pytest.approx(max(expected), rel=1e-6)
     # Nothing of the measurement is left.
     assert torch.equal(model(idx), before) and model.training and len(expected) == 2
+
+
+def test_the_bar_of_a_terminal_moves_at_each_step(tmp_path, monkeypatch):
+    """It shows what is known of the last logged step; on a CPU there is no MFU."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    log = RunLog(tmp_path, 10, True)
+    log.open({"tracker": "off"}, None, {}, [])
+    facts = {"loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tok_per_s": 1500.0, "mfu": None}
+    log.step(step=1, **facts)
+    for step in (1, 2, 3):
+        log.advance(step)
+    assert log.bar.n == 3 and log.bar.total == 10
+    assert log.bar.postfix == "loss 2.5000  lr 1.00e-03  grad norm 1.000  1.5 k tokens/s"
+    log.close("done")
