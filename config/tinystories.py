@@ -4,8 +4,8 @@ Time: not run yet. It needs one GPU.
 Loss: not known yet.
 
     hf download roneneldan/TinyStories --repo-type dataset --local-dir data/tinystories/text
-    python data/fineweb_edu/prepare.py --local data/tinystories/text/data/train-*.parquet \\
-      --val data/tinystories/text/data/validation-*.parquet --out_dir=data/tinystories
+    python data/prepare.py data/tinystories/text/data/train-*.parquet \\
+      --val='data/tinystories/text/data/validation-*.parquet' --out_dir=data/tinystories
     python train.py config/tinystories.py --norm_type=taper --out_dir=out/tinystories-taper
 
 The text comes as parquet files. norm_type is given on the command line; the learning rate is the

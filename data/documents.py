@@ -4,6 +4,7 @@ Whatever a file contains, a document is either text that can be used or a reason
 Only a file that cannot be read at all is an error.
 """
 
+import glob
 import lzma
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,7 +127,7 @@ def asking_hub(name: str) -> Iterator[None]:
     except Exception as error:  # its HTTP libraries raise many kinds
         raise DataError(
             f"dataset={name}: reading from the hub failed ({failure_line(error)}): check name and "
-            "network, and run the same command again, or give --local=FILES"
+            "network, and run the same command again, or take files"
         ) from None
 
 
@@ -164,11 +165,12 @@ def read_files(paths: list[Path], text_of: TextOf = plain_text) -> Iterator[Docu
 
 
 def input_files(text: str) -> list[Path]:
-    """Return the files that a comma-separated list names.
+    """Return the files that a comma-separated list of names or patterns (a-*.parquet) names.
 
     Raises UserError for one that cannot be an input.
     """
-    paths = [Path(name) for name in text.split(",") if name]
+    names = filter(None, text.split(","))
+    paths = [Path(path) for name in names for path in sorted(glob.glob(name)) or [name]]
     for path in paths:
         if not path.name.endswith(FORMATS):
             raise ConfigError(

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
-from common.lock import FolderLock
 from common.output import parse_json, write_bytes_atomically
 
 MAGIC = 20240520
@@ -29,6 +28,7 @@ VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 MOST_TOKENS = 65536  # ids are uint16
+GPT2 = {"tokenizer": "gpt2", "vocab_size": 50257}  # of data that do not say
 MOST_PICKLED = 1 << 24  # bytes that are read of a meta.pkl; nanoGPT's have about 1,000
 NUMBERED = re.compile(r"(?P<name>.+)_(?P<split>train|val)_(?P<number>\d{6})\.bin")
 
@@ -96,15 +96,6 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
 def write_meta(folder: Path, meta: dict) -> None:
     """Write meta.json: {"tokenizer": "gpt2" | "bytes" | "chars", "vocab_size": int, ...}."""
     write_bytes_atomically(folder / "meta.json", json.dumps(meta, ensure_ascii=False).encode())
-
-
-def write_data_set(folder: Path, name: str, splits: dict[str, np.ndarray], meta: dict) -> None:
-    """Write a small data set, one shard a split. Raises DataError."""
-    with FolderLock(folder):
-        for split, tokens in splits.items():
-            write_shard(folder / f"{name}_{split}_000000.bin", tokens)
-            print(f"{split}: {len(tokens):,} tokens")
-        write_meta(folder, meta)
 
 
 def read_meta(data_dir: str | Path) -> dict:

@@ -214,6 +214,15 @@ def first_token(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer) -> i
     return getattr(tokenizer, "eot_token", None) if bos is None else bos
 
 
+def document_start(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer) -> list[int]:
+    """Return what goes before the tokens of each document: end of text, if there is such a token.
+
+    Nothing where encode_ordinary begins with what the tokenizer's template adds (BOS).
+    """
+    end = getattr(tokenizer, "eot_token", None)
+    return [] if end is None or tokenizer.encode_ordinary("") else [end]
+
+
 def decode(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer, tokens: list[int]) -> str:
     """Return the text of tokens. Those that the tokenizer does not have are shown as U+FFFD."""
     parts = []

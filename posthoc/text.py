@@ -17,7 +17,7 @@ from torch import Tensor
 from common.errors import DataError
 from common.fingerprint import fingerprint
 from data.documents import Document, TextOf, input_files, plain_text, read_files, read_hub
-from data.tokenizers import load_tokenizer
+from data.tokenizers import document_start, load_tokenizer
 from hf.hub import import_transformers
 
 
@@ -79,8 +79,7 @@ def blocks(
     Each begins with what the tokenizer's template adds (BOS); where that is nothing, the
     end-of-text token goes before each. Raises DataError, which names `origin`, if no row has text.
     """
-    end = getattr(tokenizer, "eot_token", None)
-    start = [] if end is None or tokenizer.encode_ordinary("") else [end]
+    start = document_start(tokenizer)
     ids: list[int] = []  # of an incomplete block
     problems: Counter[str] = Counter()
     has_text = False

@@ -7,8 +7,7 @@
 #   repro/gpu.sh '*'                     all, the most important figures first
 #
 #   OUT      folder of the results (results/DEVICE, such as results/h100)
-#   DATA     token shards to train on (data/offline): data/fineweb_edu/prepare.py --local FILES
-#            --val FILES --out_dir=DATA
+#   DATA     token shards to train on (data/offline): data/prepare.py FILES --val=FILES --out_dir=DATA
 #   SCRATCH  run folders, and what the stage that runs now has printed (out/gpu)
 #
 # A stage is done once OUT/log/STAGE.txt is there: commit, versions and device, the command, and what

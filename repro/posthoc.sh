@@ -59,7 +59,7 @@ if half == "a":
     lines = lines[8:]
 open(target, "w", encoding="utf-8").writelines(lines)' \
     $half "$source/openstax_ccby_train.jsonl.xz" "$out/$half.jsonl" "$out/val.jsonl"
-  "$PYTHON" data/fineweb_edu/prepare.py --local "$out/$half.jsonl" --val "$out/val.jsonl" \
+  "$PYTHON" data/prepare.py "$out/$half.jsonl" --val="$out/val.jsonl" \
     --tokenizer=bytes --out_dir="$out/text_$half" --processes=1
 done
 finished() {  # run folder; a run that Ctrl-C stops saves, and exits with 0

@@ -112,14 +112,13 @@ def programs(folder: Path) -> list[Program]:
     data = write_tiny_shards(folder / "data", vocab=200)
     write_meta(data, {"tokenizer": "bytes", "vocab_size": 257})
     items = write_items(folder / "items.jsonl", 3)
-    (folder / "text.txt").write_text("the man sits under the table; the dog runs over it. " * 40)
-    lines = (folder / "text.txt").read_text().split(";")
+    lines = ("the man sits under the table; the dog runs over it. " * 40).split(";")
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     run = (*TINY, f"--data_dir={data}", "--out_dir=FILES/run", "--n_layer=1", "--n_embd=16")
     run += ("--eval_tokens=64", "--gradient_accumulation_steps=2", "--max_iters=4")
     run += ("--warmup_iters=1", "--eval_interval=2", "--dtype=float32", "--compile=False")
     fsdp = (*run, "--parallel=fsdp")
-    fineweb = ("--out_dir=FILES/shards", f"--local={folder / 'text.jsonl'}", "--tokenizer=bytes")
+    own = ("--out_dir=FILES/shards", f"{folder / 'text.jsonl'}", "--tokenizer=bytes")
     return [
         Program(
             "train.py, one process", "train", (*run, "--sample_tokens=4", f"--hellaswag={items}")
@@ -127,16 +126,7 @@ def programs(folder: Path) -> list[Program]:
         Program("train.py, DDP", "train", (*run, "--sample_tokens=4"), 2),
         Program("train.py, FSDP, one rank", "train", fsdp),
         Program("train.py, FSDP, two ranks", "train", fsdp, 2),
-        Program(
-            "data/shakespeare_char/prepare.py",
-            "data.shakespeare_char.prepare",
-            (f"--local={folder / 'text.txt'}",),
-        ),
-        Program(
-            "data/fineweb_edu/prepare.py",
-            "data.fineweb_edu.prepare",
-            (*fineweb, "--shard_tokens=1000", "--processes=1"),
-        ),
+        Program("data/prepare.py", "data.prepare", (*own, "--shard_tokens=1000", "--processes=1")),
     ]
 
 

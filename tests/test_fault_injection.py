@@ -27,4 +27,4 @@ def test_a_sample_of_all_points(library):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [record["points"] for record in found] == [1] * 6
+    assert [record["points"] for record in found] == [1] * 5

@@ -18,7 +18,6 @@ import pytest
 
 from common.errors import run_program
 from configurator import parse_args
-from data.fineweb_edu import prepare
 from train import TrainConfig
 
 # Module -> its config class, and what the class asks for besides.
@@ -35,6 +34,8 @@ CONFIGS = {
     "bench.fold": ("FoldBenchConfig",),
     "bench.bytes": ("LedgerConfig",),
     "posthoc.rms_stats": ("StatsConfig", "--text=text"),
+    "data.prepare": ("PrepareConfig",),
+    "data.fineweb_edu.prepare": ("FineWebConfig",),
     "evals.lm_eval_model": ("EvalConfig", "--tasks=piqa"),
 }
 ODD = (
@@ -105,16 +106,3 @@ def test_keys(name):
     cls, *base = CONFIGS[name]
     cls = getattr(importlib.import_module(name), cls)
     check_keys(lambda argv: parse_args(cls, [*base, *argv])[0], cls)
-
-
-def test_keys_of_fineweb_edu(monkeypatch):
-    """Its bounds are in main."""
-    found = []
-    monkeypatch.setattr(prepare, "prepare", found.append)
-    monkeypatch.setattr(prepare, "FolderLock", contextlib.nullcontext)
-
-    def main(argv: list[str]) -> prepare.PrepareConfig:
-        prepare.main(argv)
-        return found.pop()
-
-    check_keys(main, prepare.PrepareConfig)

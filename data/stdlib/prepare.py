@@ -10,15 +10,25 @@ is validation data.
 import sys
 import sysconfig
 import zlib
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy as np
-
 from common.errors import ConfigError, run_program
-from data.shards import write_data_set
-from data.tokenizers import byte_tokenizer
+from common.lock import FolderLock
+from data.documents import Document
+from data.prepare import (
+    SPLITS,
+    Progress,
+    ShardKeys,
+    after,
+    meta_of,
+    shard_name,
+    write_shards,
+)
 
 # Tests, installed packages, and `encodings`, whose files are mostly tables of code points.
 LEFT_OUT = {
@@ -33,15 +43,16 @@ LEFT_OUT = {
 }
 
 
-def documents(root: Path) -> dict[str, list[bytes]]:
-    """Read the source files below `root` as bytes, by split, in the order of their names."""
-    splits: dict[str, list[bytes]] = {"train": [], "val": []}
+def documents(root: Path, split: str) -> Iterator[Document]:
+    """Yield the source files below `root` of a split, in the order of their names.
+
+    Empty ones too: there is one end-of-text token for each file.
+    """
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root)
-        if not LEFT_OUT.intersection(name.parts):
-            split = "val" if zlib.crc32(name.as_posix().encode()) % 40 == 0 else "train"
-            splits[split].append(path.read_bytes())
-    return splits
+        is_val = zlib.crc32(name.as_posix().encode()) % 40 == 0
+        if is_val == (split == "val") and not LEFT_OUT.intersection(name.parts):
+            yield Document(path.read_bytes().decode(errors="replace"), "")
 
 
 def main(argv: list[str]) -> None:
@@ -49,18 +60,18 @@ def main(argv: list[str]) -> None:
     if argv:
         raise ConfigError(f"{argv[0]}: this script takes no settings")
     root = Path(sysconfig.get_paths()["stdlib"])
-    tokenizer = byte_tokenizer()
-    splits = {}
-    for split, texts in documents(root).items():
-        parts = []
-        for text in texts:
-            parts.append(np.array([tokenizer.eot_token], np.uint16))
-            # A byte is its own token id, so the bytes themselves are the tokens (a test compares
-            # with the tokenizer).
-            parts.append(np.frombuffer(text, dtype=np.uint8).astype(np.uint16))
-        splits[split] = np.concatenate(parts)
-    meta = {"tokenizer": "bytes", "vocab_size": tokenizer.n_vocab}
-    write_data_set(Path(__file__).resolve().parent, "stdlib", splits, meta)
+    folder = Path(__file__).resolve().parent
+    config = ShardKeys(out_dir=str(folder), tokenizer="bytes")
+    with FolderLock(folder):
+        # Anew each time: another Python has another library.
+        for path in [*folder.glob("stdlib_*.bin"), folder / "progress.json"]:
+            path.unlink(missing_ok=True)
+        progress = Progress(folder, {"tokenizer": "bytes"}, meta_of("bytes", iter(())))
+        counts: Counter = Counter()
+        for split in SPLITS:
+            read = partial(after, partial(documents, root, split))
+            counts += write_shards(read, partial(shard_name, "stdlib", split), config, progress)
+        progress.say(counts)
 
 
 if __name__ == "__main__":

@@ -140,8 +140,9 @@ def texts_of(name: str) -> list[str]:
     return [f"{name} {number} " * 30 for number in range(200)]
 
 
-def start(hub: Hub, out: Path, *words: object) -> subprocess.Popen:
-    script = ROOT / "data" / "fineweb_edu" / "prepare.py"
+def start(
+    hub: Hub, out: Path, *words: object, script: str = "data/fineweb_edu/prepare.py"
+) -> subprocess.Popen:
     settings = ["--tokenizer=bytes", "--shard_tokens=9000", "--processes=1", f"--out_dir={out}"]
     env = {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
@@ -150,7 +151,7 @@ def start(hub: Hub, out: Path, *words: object) -> subprocess.Popen:
         "USE_TORCH": "0",  # which datasets would import for nothing
     }
     return subprocess.Popen(
-        [sys.executable, str(script), *settings, *map(str, words)],
+        [sys.executable, str(ROOT / script), *settings, *map(str, words)],
         env=os.environ | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -204,7 +205,7 @@ def test_a_hub_that_fails_for_a_moment_changes_nothing(hub, tmp_path):
 
 
 def test_two_preparations_do_not_write_in_one_folder(hub, tmp_path):
-    """The second has other settings. It begins before the first one has a shard."""
+    """The second has other text. It begins before the first one has a shard."""
     out = tmp_path / "out"
     source = tmp_path / "a.txt"
     source.write_text("of another kind " * 2000)
@@ -218,12 +219,12 @@ def test_two_preparations_do_not_write_in_one_folder(hub, tmp_path):
     hub.fault = wait
     first = start(hub, out)
     assert reached.wait(120)
-    second = start(hub, out, "--local", source)
+    second = start(hub, out, source, script="data/prepare.py")
     for line in second.stdout:  # until it waits, or ends
         if "another process" in line:
             break
     go_on.set()
     assert finish(first)[0] == 0
     code, text = finish(second)
-    assert code == 1 and "other settings (local)" in text and "Traceback (most" not in text
+    assert code == 1 and "other settings (files, val" in text and "Traceback (most" not in text
     assert documents(out) == texts_of("old")

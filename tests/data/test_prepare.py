@@ -1,6 +1,6 @@
-"""data/fineweb_edu/prepare.py: every input format, hostile input, and what a killed run leaves.
+"""data/prepare.py: every input format, hostile input, splits, and what a killed run leaves.
 
-    python -m pytest tests/data/test_fineweb.py
+    python -m pytest tests/data/test_prepare.py
 
 It is killed at every write by `make faults`. Needs the GPT-2 tokenizer of the offline data, and
 skips without it.
@@ -13,8 +13,9 @@ import random
 import sys
 import time
 import types
+from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
-from data.fineweb_edu import prepare
+from data import prepare
+from data.documents import Document
+from data.fineweb_edu import prepare as fineweb_edu
 from data.shards import find_shards, open_shard, read_meta
+from data.tokenizers import load_tokenizer
 
 END = 50256
+SPLITS = ("train", "val")
 WORDS = [
     "the",
     "of",
@@ -71,13 +76,17 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def run(out: Path, *words: object, shard_tokens: int = 1000, processes: int = 1) -> None:
+    """Prepare; unless the words say something of it, one document more is validation data."""
+    words = [*map(str, words)]
+    if not any(word.startswith("--val") for word in words):
+        val = out.parent / "v.jsonl"
+        words.append(f"--val={val if val.exists() else write_jsonl(val, ['validation'])}")
     keys = (f"--out_dir={out}", f"--shard_tokens={shard_tokens}", f"--processes={processes}")
-    prepare.main([*map(str, words), *keys])
+    prepare.main([*words, *keys])
 
 
-def tokens_of(out: Path, split: str = "") -> np.ndarray:
-    splits = [split] if split else ["val", "train"]
-    return np.concatenate([open_shard(path) for name in splits for path in find_shards(out, name)])
+def tokens_of(out: Path, split: str = "train") -> np.ndarray:
+    return np.concatenate([open_shard(path) for path in find_shards(out, split)])
 
 
 def documents_of(tokens: np.ndarray, gpt2: tiktoken.Encoding) -> list[str]:
@@ -113,61 +122,114 @@ def test_every_format_gives_the_same_shards(tmp_path, gpt2, suffix, capsys):
             write_jsonl(tmp_path / f"a{suffix}", texts[:20]),
             write_jsonl(tmp_path / f"b{suffix}", texts[20:]),
         ]
-    run(tmp_path / "out", "--local", *paths)
+    run(tmp_path / "out", *paths)
     tokens = tokens_of(tmp_path / "out")
     expected = [token for text in texts for token in [END, *gpt2.encode_ordinary(text)]]
     assert tokens.tolist() == expected
     assert documents_of(tokens, gpt2) == texts
     assert read_meta(tmp_path / "out") == {"tokenizer": "gpt2", "vocab_size": 50257}
-    names = sorted(path.name for path in (tmp_path / "out").glob("*.bin"))
+    shards = find_shards(tmp_path / "out", "train")
     count = -(-len(expected) // 1000)
-    assert names == sorted(
-        ["fineweb_edu_val_000000.bin", *(f"fineweb_edu_train_{n:06d}.bin" for n in range(1, count))]
-    )
-    assert all(
-        len(open_shard(tmp_path / "out" / name)) == 1000
-        for name in names
-        if name != names[count - 2]
-    )
+    assert [path.name for path in shards] == [f"text_train_{n:06d}.bin" for n in range(count)]
+    assert {len(open_shard(path)) for path in shards[:-1]} == {1000}
     printed = capsys.readouterr().out
-    assert f"train: {len(expected) - 1000:,} tokens in {count - 1} shards" in printed
-    assert "val: 1,000 tokens in 1 shards" in printed and "60 documents; skipped: none\n" in printed
+    assert f"train: {len(expected):,} tokens in {count} shards" in printed
+    assert "val: 3 tokens in 1 shards" in printed and "61 documents; skipped: none\n" in printed
 
 
-@pytest.mark.parametrize("is_joined", [False, True])
-def test_named_validation_files(tmp_path, gpt2, is_joined):
-    """Paths as words, or with commas between."""
+def test_named_validation_files(tmp_path, gpt2):
     train, val = some_texts(40), some_texts(15, seed=1)
-    local = [
-        write_jsonl(tmp_path / "t.jsonl", train[:20]),
-        write_jsonl(tmp_path / "u.jsonl", train[20:]),
-    ]
-    words = [f"--local={local[0]},{local[1]}"] if is_joined else ["--local", *local]
-    run(tmp_path / "out", *words, "--val", write_jsonl(tmp_path / "v.jsonl", val))
-    assert documents_of(tokens_of(tmp_path / "out", "train"), gpt2) == train
+    for name, texts in (("t-1", train[:20]), ("t-2", train[20:]), ("u", val)):
+        write_jsonl(tmp_path / f"{name}.jsonl", texts)
+    run(tmp_path / "out", tmp_path / "t-?.jsonl", f"--val={tmp_path / 'u.jsonl'}")
+    assert documents_of(tokens_of(tmp_path / "out"), gpt2) == train
     assert documents_of(tokens_of(tmp_path / "out", "val"), gpt2) == val
-    for split in ("train", "val"):
-        paths = find_shards(tmp_path / "out", split)
-        assert paths[0].name == f"fineweb_edu_{split}_000000.bin" and len(paths) > 1
 
 
-@pytest.mark.parametrize("limit", [1001, 2000])
-def test_max_tokens(tmp_path, limit):
-    source = write_jsonl(tmp_path / "a.jsonl", some_texts(60))
-    run(tmp_path / "all", "--local", source)
-    run(tmp_path / "out", "--local", source, f"--max_tokens={limit}")
-    expected = tokens_of(tmp_path / "all")[:limit].tolist()
-    assert tokens_of(tmp_path / "out").tolist() == expected
-    max(find_shards(tmp_path / "out", "train")).unlink()
-    # a resume stops at the same token
-    run(tmp_path / "out", "--local", source, f"--max_tokens={limit}")
-    assert tokens_of(tmp_path / "out").tolist() == expected
+@pytest.mark.parametrize(("share", "chosen"), [(0.1, {9, 19}), (0.3, {3, 6, 9, 13, 16, 19, 23})])
+def test_a_share_of_many_documents(tmp_path, gpt2, share, chosen):
+    texts = some_texts(25)
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    run(tmp_path / "out", source, f"--val_share={share}")
+    val = [text for number, text in enumerate(texts) if number in chosen]
+    assert documents_of(tokens_of(tmp_path / "out", "val"), gpt2) == val
+    train = [text for number, text in enumerate(texts) if number not in chosen]
+    assert documents_of(tokens_of(tmp_path / "out"), gpt2) == train
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_the_end_of_each_of_few_documents(tmp_path, gpt2, capsys, count):
+    texts = [f"{number}" + "word " * (20 + number) for number in range(count)]
+    run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), "--val_share=0.1")
+    train, val = (documents_of(tokens_of(tmp_path / "out", name), gpt2) for name in SPLITS)
+    assert [a + b for a, b in zip(train, val, strict=True)] == texts
+    assert [len(text) for text in train] == [int(0.9 * len(text)) for text in texts]
+    assert f"\n{count} documents; skipped: none\n" in capsys.readouterr().out
+
+
+def test_single_characters(tmp_path):
+    texts = ["größer", "als: 中文字"]
+    run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), "--tokenizer=chars")
+    meta = read_meta(tmp_path / "out")
+    assert meta["chars"] == "".join(sorted({*"".join(texts), *"validation"}))
+    assert load_tokenizer(meta).decode(tokens_of(tmp_path / "out").tolist()) == "".join(texts)
+
+
+@pytest.mark.parametrize("has_bos", [False, True])
+def test_a_hugging_face_tokenizer(tmp_path, has_bos):
+    """BOS of its template, or its end of text, stands before each document, however long."""
+    model = folder_of_tokenizer(tmp_path / "model", has_bos)
+    texts = ["one", "two " * 9000]
+    run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), f"--tokenizer={model}")
+    meta = {"tokenizer": "hf", "path": str(model), "vocab_size": 5}
+    assert read_meta(tmp_path / "out") == meta
+    first = 4 if has_bos else 3
+    assert tokens_of(tmp_path / "out").tolist() == [first, 0, first, *[1] * 9000]
+
+
+def folder_of_tokenizer(folder: Path, has_bos: bool) -> Path:
+    """A tokenizer of words: one, two, any other, end, BOS."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = {"one": 0, "two": 1, "<unk>": 2, "<|endoftext|>": 3, "<bos>": 4}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    if has_bos:
+        made.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 4)]
+        )
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_fineweb_edu_begins_with_a_shard_for_validation(tmp_path, gpt2, monkeypatch):
+    documents = [Document(text, "") for text in some_texts(60)]
+
+    def read(_: object, skip: int) -> Iterator[Document]:
+        return islice(documents, skip, None)
+
+    def fineweb(*words: str) -> list[int]:
+        fineweb_edu.main([*words, f"--out_dir={tmp_path}", "--shard_tokens=1000"])
+        return [*tokens_of(tmp_path, "val").tolist(), *tokens_of(tmp_path).tolist()]
+
+    monkeypatch.setattr(fineweb_edu, "read_sample", read)
+    expected = [t for text in some_texts(60) for t in [END, *gpt2.encode_ordinary(text)]]
+    for limit in (2001, 2000):
+        assert fineweb(f"--max_tokens={limit}") == expected[:limit]
+        assert [path.name[12:] for path in find_shards(tmp_path, "val")] == ["val_000000.bin"]
+        max(find_shards(tmp_path, "train")).unlink()
+        # a resume stops at the same token
+        assert fineweb(f"--max_tokens={limit}") == expected[:limit]
+        for path in tmp_path.glob("*.bin"):
+            path.unlink()
+    assert fineweb() == expected
 
 
 @pytest.mark.parametrize("size", [1, 7])
 def test_documents_end_anywhere_in_a_shard(tmp_path, gpt2, size):
     texts = ["one", "two words", "", "three words here", "x " * size]
-    run(tmp_path / "out", "--local", write_jsonl(tmp_path / "a.jsonl", texts), shard_tokens=size)
+    run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), shard_tokens=size)
     expected = [token for text in texts if text for token in [END, *gpt2.encode_ordinary(text)]]
     assert tokens_of(tmp_path / "out").tolist() == expected
     assert {len(open_shard(path)) for path in find_shards(tmp_path / "out", "train")[:-1]} <= {size}
@@ -179,7 +241,7 @@ def test_no_network(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=unreachable))
     with pytest.raises(DataError, match=r"ConnectionError: no route\)"):
-        run(tmp_path)
+        fineweb_edu.main([f"--out_dir={tmp_path}"])
 
 
 # ------------------------------------------------------------------------------------------- pieces
@@ -211,7 +273,7 @@ def test_pieces_keep_the_text_and_where_possible_the_tokens(gpt2, monkeypatch, p
 def test_long_runs_take_linear_time(gpt2, unit):
     text = unit * (500_000 // len(unit))
     start = time.monotonic()
-    tokens = prepare.encode(text, gpt2)
+    tokens = prepare.encode(Document(text, ""), gpt2)
     assert time.monotonic() - start < 5  # a fraction of a second; quadratic would be minutes
     assert gpt2.decode(tokens[1:].tolist()) == text
 
@@ -258,10 +320,10 @@ def test_hostile_jsonl_is_used_or_counted(tmp_path, gpt2, capsys):
         "x" * 40_000,
         "no newline at the end",
     ]
-    run(tmp_path / "out", "--local", tmp_path / "a.jsonl", processes=2)
+    run(tmp_path / "out", tmp_path / "a.jsonl", processes=2)
     assert documents_of(tokens_of(tmp_path / "out"), gpt2) == expected
     assert capsys.readouterr().out.splitlines()[-1] == (
-        '9 documents; skipped: 2 empty, 5 broken JSON, 6 no "text"; 2 with invalid UTF-8, replaced'
+        '10 documents; skipped: 2 empty, 5 broken JSON, 6 no "text"; 2 with invalid UTF-8, replaced'
     )
 
 
@@ -273,9 +335,9 @@ def test_hostile_parquet(tmp_path, gpt2, capsys):
     text = pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0])
     for kind, column in (("string", text), ("binary", raw), ("large", raw.cast(pa.large_binary()))):
         parquet.write_table(pa.table({"text": column}), tmp_path / f"{kind}.parquet")
-        run(tmp_path / kind, "--local", tmp_path / f"{kind}.parquet", shard_tokens=500)
+        run(tmp_path / kind, tmp_path / f"{kind}.parquet", shard_tokens=500)
         assert documents_of(tokens_of(tmp_path / kind), gpt2) == ["good " * 600, "caf\ufffd"]
-        last = '2 documents; skipped: 1 empty, 1 no "text"; 1 with invalid UTF-8, replaced\n'
+        last = '3 documents; skipped: 1 empty, 1 no "text"; 1 with invalid UTF-8, replaced\n'
         assert capsys.readouterr().out.endswith(last)
     parquet.write_table(pa.table({"body": ["x"]}), tmp_path / "body.parquet")
     parquet.write_table(pa.table({"text": [[1]]}), tmp_path / "list.parquet")
@@ -286,7 +348,7 @@ def test_hostile_parquet(tmp_path, gpt2, capsys):
     (tmp_path / "page.parquet").write_bytes(flipped)
     for name, told in (("body", "'text', only body"), ("list", ""), ("torn", ""), ("page", "")):
         with pytest.raises(DataError, match=rf"{name}\.parquet: .*{told}"):
-            run(tmp_path / name, "--local", tmp_path / f"{name}.parquet")
+            run(tmp_path / name, tmp_path / f"{name}.parquet")
 
 
 def test_damaged_xz(tmp_path):
@@ -296,43 +358,40 @@ def test_damaged_xz(tmp_path):
     for content in (whole[:-4], b"", b"not xz at all", bytes(flipped)):
         (tmp_path / "torn.jsonl.xz").write_bytes(content)
         with pytest.raises(DataError, match=r"torn\.jsonl\.xz"):
-            run(tmp_path / "out", "--local", tmp_path / "torn.jsonl.xz", shard_tokens=10**6)
+            run(tmp_path / "out", tmp_path / "torn.jsonl.xz", "--val_share=0.5", shard_tokens=10**6)
 
 
 def test_nothing_usable(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"title": 1}\n\n{\n{"text": ""}\n')
-    with pytest.raises(
-        DataError, match=r'no usable document .*1 empty, 1 broken JSON, 1 no "text"'
-    ):
-        run(tmp_path / "out", "--local", tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"no usable document .*1 broken JSON"):
+        run(tmp_path / "out", tmp_path / "a.jsonl", "--val_share=0.5")
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (["--local", "missing.jsonl"], DataError, "no file missing.jsonl"),
-        (["--local", "."], ConfigError, "the name of an input file ends in"),
-        (["--local", "x.csv"], ConfigError, "x.csv: .*jsonl, .jsonl.xz, .parquet, .txt"),
-        (["--local"], ConfigError, "--local needs at least one file"),
-        (["--local="], ConfigError, "--local needs at least one file"),
-        (["--local", "a.txt", "--val"], ConfigError, "--val needs"),
-        (["--local", "a.txt", "a.txt"], ConfigError, "named twice"),
-        (["--local", "a.txt", "--val=a.txt"], ConfigError, "named twice"),
-        (["--local=a.txt", "--shard_tokens=0"], ConfigError, "shard_tokens"),
-        (["--local=a.txt", "--shard_tokens=4294967296"], ConfigError, "shard_tokens"),
-        (["--local=a.txt", "--max_tokens=-1"], ConfigError, "max_tokens"),
-        (["--local=a.txt", "--max_tokens=100"], ConfigError, "smaller shard_tokens"),
-        (["--local=a.txt", "--processes=0"], ConfigError, "processes"),
-        (["--local=a.txt", "--shards=3"], ConfigError, "unknown key"),
-        (["a.txt"], ConfigError, "neither a config file"),
-        (["--local=a.txt"], DataError, "3 tokens fit in one shard.*--shard_tokens"),
-        (["--local=a.txt", "--val=hard.txt"], ConfigError, "named twice"),
+        (["missing.jsonl"], DataError, "no file missing.jsonl"),
+        (["."], ConfigError, "the name of an input file ends in"),
+        (["x.csv"], ConfigError, "x.csv: .*jsonl, .jsonl.xz, .parquet, .txt"),
+        ([], ConfigError, "name at least one file"),
+        (["a.txt", "a.txt"], ConfigError, "named twice"),
+        (["a.txt", "--val=a.txt"], ConfigError, "named twice"),
+        (["a.txt", "--val=hard.txt"], ConfigError, "named twice"),
+        (["a.txt", "--val_share=0.6"], ConfigError, "val_share"),
+        (["a.txt", "--shard_tokens=0"], ConfigError, "shard_tokens"),
+        (["a.txt", "--shard_tokens=4294967296"], ConfigError, "shard_tokens"),
+        (["a.txt", "--processes=0"], ConfigError, "processes"),
+        (["a.txt", "--shards=3"], ConfigError, "unknown key"),
+        (["a.txt", "--tokenizer=word"], ConfigError, "tokenizer=word: give gpt2, bytes, chars"),
+        (["a.txt", "--tokenizer=."], DataError, "the tokenizer of .* cannot be read"),
+        (["many.txt", "--tokenizer=chars"], ConfigError, "65,600 tokens, and shards hold ids"),
     ],
 )
 def test_user_errors(tmp_path, monkeypatch, words, error, message):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("hello world")
+    Path("many.txt").write_text("".join(map(chr, range(0x10000, 0x10000 + 65600))))
     os.link("a.txt", "hard.txt")
     with pytest.raises(error, match=message) as caught:
         prepare.main(["--out_dir=out", "--processes=1", *words])
@@ -346,8 +405,8 @@ def test_user_errors(tmp_path, monkeypatch, words, error, message):
 def test_the_shards_do_not_depend_on_the_number_of_threads(tmp_path):
     texts = [*some_texts(300), "x" * 20_000, *some_texts(300, seed=1)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    run(tmp_path / "one", "--local", source, processes=1)
-    run(tmp_path / "three", "--local", source, processes=3)
+    run(tmp_path / "one", source, processes=1)
+    run(tmp_path / "three", source, processes=3)
     assert contents(tmp_path / "one") == contents(tmp_path / "three")
     assert len(contents(tmp_path / "one")) > 20
 
@@ -358,74 +417,73 @@ def test_other_settings_in_a_used_folder_are_refused(tmp_path):
         write_jsonl(tmp_path / "b.jsonl", some_texts(40, seed=1)),
     )
     out = tmp_path / "out"
-    run(out, "--local", a)
+    run(out, a)
     before = contents(out)
     for words, named in (
-        (["--local", b], "local"),
-        (["--local", a, b], "local"),
-        (["--local", a, "--val", b], "val"),
-        (["--local", a, "--max_tokens=2000"], "max_tokens"),
-        (["--local", a, "--tokenizer=bytes"], "tokenizer"),
+        ([b], "files"),
+        ([a, b], "files"),
+        ([a, f"--val={b}"], "val"),
+        ([a, "--tokenizer=bytes"], "tokenizer"),
     ):
         with pytest.raises(
             DataError, match=rf"other settings \({named}\): choose another --out_dir, or delete"
         ):
             run(out, *words)
     with pytest.raises(DataError, match=r"other settings \(shard_tokens\)"):
-        run(out, "--local", a, shard_tokens=999)
+        run(out, a, shard_tokens=999)
     with a.open("a") as file:
         file.write(json.dumps({"text": "one more"}) + "\n")
-    with pytest.raises(DataError, match=r"other settings \(local\)"):
-        run(out, "--local", a)
+    with pytest.raises(DataError, match=r"other settings \(files\)"):
+        run(out, a)
     assert contents(out) == before
 
 
 def test_shards_of_others_and_a_damaged_progress_file_are_refused(tmp_path):
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), tmp_path / "out"
-    run(out, "--local", source, "--tokenizer=bytes")
+    run(out, source, "--tokenizer=bytes")
     progress = (out / "progress.json").read_text()
     older = json.loads(progress)
     del older["settings"]["revision"]
     (out / "progress.json").write_text(json.dumps(older))
-    run(out, "--local", source, "--tokenizer=bytes")  # of an older version
+    run(out, source, "--tokenizer=bytes")  # of an older version
     for content in ("", "[]", '{"settings": {}}', progress[:-9]):
         (out / "progress.json").write_text(content)
         with pytest.raises(DataError, match=r"progress\.json"):
-            run(out, "--local", source, "--tokenizer=bytes")
+            run(out, source, "--tokenizer=bytes")
     (out / "progress.json").write_text(progress)
     (out / "other_train_000000.bin").write_bytes(b"")
     with pytest.raises(DataError, match=r"other_train_000000\.bin"):
-        run(out, "--local", source, "--tokenizer=bytes")
+        run(out, source, "--tokenizer=bytes")
     # Begun again as the message says. meta.json of the old shards is still there.
     for path in [*out.glob("*.bin"), out / "progress.json"]:
         path.unlink()
-    run(out, "--local", source)
+    run(out, source)
     assert read_meta(out) == {"tokenizer": "gpt2", "vocab_size": 50257}
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path, monkeypatch, capsys):
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), tmp_path / "out"
-    run(out, "--local", source)
+    run(out, source)
     printed = capsys.readouterr().out.splitlines()[-3:]
     monkeypatch.setattr(prepare, "encode", None)
-    run(out, "--local", source)
+    run(out, source)
     assert capsys.readouterr().out.splitlines() == printed
 
 
 def test_a_missing_or_torn_shard_is_made_again(tmp_path, capsys):
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(100)), tmp_path / "out"
-    run(out, "--local", source)
+    run(out, source)
     before, printed = contents(out), capsys.readouterr().out.splitlines()[-3:]
     for name in (
-        "fineweb_edu_val_000000.bin",
-        "fineweb_edu_train_000003.bin",
+        "text_val_000000.bin",
+        "text_train_000003.bin",
         max(before.keys() - {"meta.json"}),
     ):
         for content in (None, before[name][:-2]):
             (out / name).unlink()
             if content is not None:
                 (out / name).write_bytes(content)
-            run(out, "--local", source)
+            run(out, source)
             assert contents(out) == before
             assert capsys.readouterr().out.splitlines()[-3:] == printed
 
@@ -434,7 +492,7 @@ def test_a_missing_or_torn_shard_is_made_again(tmp_path, capsys):
 def test_a_crash_at_each_write(tmp_path, monkeypatch, crash_at):
     """Whatever the last thing on disk is, the next run ends with the same bytes."""
     source = write_jsonl(tmp_path / "a.jsonl", some_texts(20))
-    run(tmp_path / "whole", "--local", source)
+    run(tmp_path / "whole", source)
     writes = []
 
     def crash(write, *words: object) -> None:
@@ -450,6 +508,6 @@ def test_a_crash_at_each_write(tmp_path, monkeypatch, crash_at):
     ):
         for name in ("write_bytes_atomically", "write_meta", "write_shard"):
             patch.setattr(prepare, name, partial(crash, getattr(prepare, name)))
-        run(out, "--local", source)
-    run(out, "--local", source)
+        run(out, source)
+    run(out, source)
     assert contents(out) == contents(tmp_path / "whole")
