@@ -13,16 +13,20 @@ are bool, int, float, str, `T | None` (None is written `auto`) and `tuple[T, ...
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import math
 import operator
+import os
+import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from common import nanogpt
 from common.errors import ConfigError
 
 T = TypeVar("T")
@@ -223,6 +227,15 @@ def _is_union(annotation: Any) -> bool:
     return typing.get_origin(annotation) is types.UnionType
 
 
+class Setting(NamedTuple):
+    """A key as it is given: see Overrides.set."""
+
+    name: str
+    value: Any
+    origin: str
+    is_text: bool
+
+
 class Overrides:
     """Collect settings for the dataclass `cls`: check each, then build the instance."""
 
@@ -261,29 +274,95 @@ class Overrides:
             raise ConfigError(f"{origin}: {name} is one of {', '.join(choices)}; got {value!r}")
         self.values[name] = value
 
+    def set_all(self, settings: list[Setting], has_model: bool) -> str:
+        """Set keys one after the other, nanoGPT's as well, and say what those are here.
+
+        Args:
+            has_model: whether the program takes a model.
+
+        Returns:
+            The model that nanoGPT's keys name, else "".
+
+        Raises:
+            ConfigError: names everything that is wrong.
+        """
+        latest = {setting.name: setting for setting in settings}
+        settings = [one for one in settings if one.name in self.fields or latest[one.name] is one]
+        # What a key of nanoGPT means can depend on others, before it or after it.
+        for setting in settings:
+            with contextlib.suppress(ConfigError):
+                self.set(*setting)
+        known = {name: field.default for name, field in self.fields.items()} | self.values
+        model = ""
+        said = []
+        problems = []
+        for setting in settings:
+            try:
+                ours = self._of_nanogpt(setting, known, has_model)
+                if ours is None:
+                    self.set(*setting)
+                    continue
+                meant = ", ".join(f"{name}={value}" for name, value in ours.items())
+                said.append(f"{setting.name} is {meant or 'not needed'}")
+                model = ours.pop(nanogpt.MODEL, model)
+                for name, value in ours.items():
+                    self.set(name, value, setting.origin)
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems:
+            raise ConfigError("; ".join(problems))
+        if said and os.environ.get("RANK", "0") == "0":
+            print(f"keys of nanoGPT: {', '.join(said)}", file=sys.stderr)
+        return model
+
+    def _of_nanogpt(
+        self, setting: Setting, known: dict[str, Any], has_model: bool
+    ) -> dict[str, Any] | None:
+        """Return our keys for one of nanoGPT; None for one of ours, and for an unknown one."""
+        name, value, origin, is_text = setting
+        if name in self.fields and name != "init_from":
+            return None
+        if is_text:
+            value = _from_text(value, bool | int)
+        try:
+            if "eval_tokens" in self.fields:
+                return nanogpt.of_train(name, value, known)
+            return nanogpt.of_sample(name, value) if has_model else None
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {name} of nanoGPT: {error}") from None
+
     def build(self) -> Any:
         """Build the dataclass; keys that were not set have their defaults. Raises ConfigError."""
         return self.cls(**self.values)
 
 
-def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False) -> tuple[T, str]:
+def parse_args(
+    cls: type[T],
+    argv: list[str],
+    doc: str = "",
+    spec: bool = False,
+    complete: Callable[[Overrides], None] | None = None,
+) -> tuple[T, str]:
     """Build the config `cls` from command-line arguments.
 
     `--key` alone sets a bool to True. `--help` prints `doc` and every key, and exits with code 0.
+    Keys of nanoGPT are translated.
 
     Args:
         argv: config files and --key=value, later ones override earlier ones.
         spec: whether the program takes a model: the first argument that is neither a config file
             (*.py) nor --key=value.
+        complete: sets keys that are not given, before the config is built.
 
     Returns:
         The config, and the model's spec, "" for programs that take none.
 
     Raises:
-        ConfigError: an argument is wrong, or the model is missing.
+        ConfigError: arguments are wrong, or the model is missing.
     """
     overrides = Overrides(cls)
     model = ""
+    settings: list[Setting] = []
     for argument in argv:
         if argument in ("--help", "-h"):
             print(help_text(cls, doc))
@@ -293,19 +372,22 @@ def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False)
             is_switch = not equals and overrides.types.get(name) is bool
             if not argument.startswith("--") or not (equals or is_switch):
                 raise ConfigError(f"{argument}: settings are written --key=value")
-            overrides.set(name, "true" if is_switch else text, argument, is_text=True)
+            settings.append(Setting(name, "true" if is_switch else text, argument, True))
         elif argument.endswith(".py"):
             for name, (value, line) in read_config_file(argument).items():
-                overrides.set(name, value, f"{argument}:{line}")
+                settings.append(Setting(name, value, f"{argument}:{line}", False))
         elif spec and not model:
             model = argument
         else:
             raise ConfigError(f"{argument!r} is neither a config file (*.py) nor --key=value")
+    model = overrides.set_all(settings, spec) or model
     if spec and not model:
         raise ConfigError(
             "name a model first: a run folder, a checkpoint file, a Hugging Face folder or name, "
             "or random: and a shape (--help says more)"
         )
+    if complete is not None:
+        complete(overrides)
     return overrides.build(), model
 
 

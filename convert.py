@@ -47,7 +47,6 @@ The last line of output is JSON.
 
 import json
 import re
-import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -74,7 +73,7 @@ from hf.hub import model_folder, read_config
 from hf.weights import export_hf
 from kernels.decode import reference as decode_reference
 from load import load_model
-from model import GPT, GPTConfig
+from model import GPT
 from norm_types import SHARED
 from posthoc.coupling import text_windows, to_coupled
 from training.checkpoint import BEST, LAST, save_checkpoint
@@ -403,21 +402,6 @@ def write(out: Path, model: GPT, certificate: Certificate) -> None:
         save_checkpoint(folder / BEST, state)
 
 
-def model_keys(model: GPT) -> str:
-    """Return the keys of a model that differ from train.py's defaults, as command-line arguments.
-
-    n_vocab is left out, because the data set it.
-    """
-    default = asdict(GPTConfig())
-    arguments = []
-    for name, value in asdict(model.config).items():
-        if value == default[name] or name == "n_vocab":
-            continue
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        arguments.append(f"--{name}={shlex.quote(text)}")
-    return " ".join(arguments)
-
-
 def export(spec: str, out: str) -> None:
     """Write a model of ours as a Hugging Face folder, and print how to read it."""
     folder = export_hf(load_model(spec), out)
@@ -439,7 +423,7 @@ def convert_ours(spec: str, config: ConvertConfig) -> tuple[Certificate, list[st
         write(Path(config.out), after, certificate)
         lines.append(
             f"wrote {config.out}; to train on: python train.py --init_from={config.out} "
-            f"{model_keys(after)} --data_dir=... and the settings of training"
+            "--data_dir=... and the settings of training"
         )
     return certificate, lines
 

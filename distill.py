@@ -55,11 +55,11 @@ from common.output import RUN_CONFIG, check_apart, check_replaceable
 from configurator import check_ranges, key, parse_args
 from data.documents import input_files
 from hf import weights
-from load import load_model
+from load import load_config, load_model
 from model import GPT, cross_entropy
 from posthoc import adapters
 from posthoc.coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
-from posthoc.student import Pair, bytes_of, finished, make_student, teacher_config
+from posthoc.student import Pair, bytes_of, finished, make_student
 from posthoc.text import open_stream, shuffled, text_fingerprint
 from training.checkpoint import BEST, DISTILLING, save_checkpoint
 from training.loop import Loop, Objective
@@ -525,7 +525,7 @@ def main(argv: list[str]) -> None:
     for text in (config.local, config.val):
         input_files(text)  # a wrong name is refused before the teacher is downloaded or loaded
     check_apart(config.teacher, Path(config.out_dir))
-    shape = teacher_config(config.teacher)
+    shape = load_config(config.teacher)
     device = find_device(config.device)
     low = Precision(config.dtype, device).is_low
     tokens = config.batch_size * min(config.block_size, shape.block_size)

@@ -1,7 +1,7 @@
 """Load models: `load_model(spec)`, and `init_from(model, spec)` for a run that starts from weights.
 
-A spec is a run folder (its best checkpoint), a checkpoint file, a Hugging Face folder or hub name
-(owner/name), or `random:` and a published shape (hf/config.py).
+A spec is a run folder (its best checkpoint) or a checkpoint file, of nanoGPT too, a Hugging Face
+folder or hub name (owner/name), or `random:` and a published shape (hf/config.py).
 """
 
 from dataclasses import asdict
@@ -11,21 +11,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import CheckpointError
-from hf.config import random_model
-from hf.hub import model_folder
+from common.output import check_apart, parse_json
+from configurator import Overrides
+from hf.config import gpt_config, random_model, shape_config
+from hf.hub import model_folder, read_config
 from hf.weights import load_hf
-from model import GPT
+from model import GPT, GPTConfig
+from norm_plan import keys_of
 from norms import LearnedScale, Norm, Place, RMSNorm, SharedRMSNorm
 from taper import tapers
 from training.checkpoint import (
     BEST,
     DISTILLING,
+    FREE_KEYS,
     LAST,
     check_same_model,
     load_weights,
+    model_config,
     read_checkpoint,
     saved_model,
 )
+from training.nanogpt import FILE as NANOGPT
 from training.old_names import PLACE
 
 # Keys that change what the same tensors compute.
@@ -46,6 +52,7 @@ SAME_FUNCTION = (
     "embed_scale",
     "norm_eps",
 )
+SHAPE = ("n_layer", "n_embd", "n_inner", "block_size", "tie_embeddings")
 # Names of tensors of the norms in a norm plan, output norms and that of the embeddings included.
 NORM_NAMES = PLACE.pattern
 # Names of tensors of the norms within attention.
@@ -59,29 +66,76 @@ def load_model(spec: str) -> GPT:
     """
     if spec.startswith("random:"):
         return random_model(spec.removeprefix("random:"))
-    path = model_folder(spec)
+    path = file_of(spec)
     if path.is_dir():
-        names = [name for name in (BEST, LAST) if (path / name).exists()]
-        if not names and any(path.glob("*.safetensors*")):
-            return load_hf(path)
-        if not names:
-            what = f"no {BEST}, no {LAST} and no safetensors in this folder: check the path"
-            if (path / DISTILLING).exists():
-                what = "its distillation has not finished: the same distill.py command continues it"
-            raise CheckpointError(f"{path}: {what}")
-        path = path / names[0]
+        return load_hf(path)
     state = read_checkpoint(path)
     model = saved_model(path, state)
     model.meta = state.get("meta", {})
     return model.eval()
 
 
+def load_config(spec: str) -> GPTConfig:
+    """Return the config of the model that `spec` names. Raises as load_model."""
+    if spec.startswith("random:"):
+        return shape_config(spec.removeprefix("random:"))
+    path = file_of(spec)
+    if path.is_dir():
+        return gpt_config(read_config(path), spec)
+    return model_config(read_checkpoint(path)["config"], path)
+
+
+def file_of(spec: str) -> Path:
+    """Return the checkpoint or Hugging Face folder that `spec` names. Raises CheckpointError."""
+    path = model_folder(spec)
+    if not path.is_dir():
+        return path
+    for name in (BEST, LAST, NANOGPT):
+        if (path / name).exists():
+            return path / name
+    if any(path.glob("*.safetensors*")):
+        return path
+    what = f"no {BEST}, no {LAST} and no safetensors in this folder: check the path"
+    if (path / DISTILLING).exists():
+        what = "its distillation has not finished: the same distill.py command continues it"
+    raise CheckpointError(f"{path}: {what}")
+
+
+def take_shape(given: Overrides) -> None:
+    """Give a run that starts from a model (init_from) the model's shape, where no key is given.
+
+    Its norms are taken too, unless the run has another norm type. A run that has begun keeps its
+    own shape, so that it goes on without that model.
+
+    Args:
+        given: the keys of the run.
+
+    Raises:
+        UserError: that model cannot be read, or the run would write over it.
+    """
+    spec = given.values.get("init_from")
+    if not spec:
+        return
+    out_dir = Path(given.values.get("out_dir", given.fields["out_dir"].default))
+    check_apart(spec, out_dir)
+    begun = out_dir / "config.json"
+    if begun.exists():
+        source = model_config(parse_json(begun.read_bytes()), begun)
+    else:
+        source = load_config(spec)
+    names = {*SAME_FUNCTION, *SHAPE}
+    if given.values.get("norm_type", source.norm_type) == source.norm_type:
+        names |= {"norm_type", *keys_of(source.norm_type)}
+    for name in names - given.values.keys() - FREE_KEYS:
+        given.set(name, getattr(source, name), spec)
+
+
 def init_from(model: GPT, spec: str) -> str:
     """Give `model` the weights of the model that `spec` names.
 
-    Only the norms may be of another type, and the padded vocabulary smaller. An input norm keeps
-    its gains, also where only one of the two models has output norms. Norms within attention may be
-    new; those of the source are left out only if the run says so (qk_norm=none).
+    Only the norms may be of another type, the padded vocabulary smaller and the context shorter. An
+    input norm keeps its gains, also where only one of the two models has output norms. Norms within
+    attention may be new; those of the source are left out only if the run says so (qk_norm=none).
 
     Returns:
         A line about it, for people.
@@ -99,6 +153,8 @@ def init_from(model: GPT, spec: str) -> str:
     _check_learned_scale(source, model, spec)
     weights = source.state_dict() | _gains(source, model)
     own = model.state_dict()
+    if "wpe.weight" in weights:  # of a longer context
+        weights["wpe.weight"] = weights["wpe.weight"][: model.config.block_size]
     left_out = _other_sums(source, model, weights)
     for name in left_out:
         del weights[name]
@@ -111,6 +167,11 @@ def init_from(model: GPT, spec: str) -> str:
     new = [name for name in new if not name.endswith(".depth")]
     dropped = [name for name in [*dropped, *left_out] if not name.endswith(".depth")]
     note = f"weights of {spec}"
+    if (source.config.norm_type, model.config.norm_type) == ("layer", "rms"):
+        note += (
+            f"; its function has changed: `python convert.py {spec} --to=rms --out=FOLDER` keeps "
+            "it exactly, for --init_from=FOLDER"
+        )
     if new or dropped:
         note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"
     return note

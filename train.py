@@ -32,11 +32,10 @@ from torch import Tensor
 from common.distributed import Ranks, replicate, shard
 from common.environment import Precision, faster_float32_products
 from common.errors import ConfigError, run_program
-from common.output import check_apart
 from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
-from load import init_from
+from load import init_from, take_shape
 from model import GPT, GPTConfig
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, tapers
@@ -55,7 +54,9 @@ class StartKeys:
     """Start, ranks and speed"""
 
     init_from: str = key(
-        "", "start from the weights of this model: run, checkpoint, Hugging Face name ('': scratch)"
+        "",
+        "start from the weights of this model, of its shape where no key gives another: run, "
+        "checkpoint, Hugging Face name ('': scratch)",
     )
     parallel: str = key(
         "ddp",
@@ -263,11 +264,10 @@ class NextToken(Objective):
 
 def train(config: TrainConfig, ranks: Ranks) -> None:
     """Train, or go on with, the run that `config` describes."""
-    meta = read_meta(config.data_dir)
-    takes_gpt2 = not meta and not config.vocab_size
-    config = with_vocabulary(config, meta.get("vocab_size", 0))
+    found_meta = read_meta(config.data_dir)
+    config, meta = with_vocabulary(config, found_meta)
     # The embedding may have more rows than there are tokens. An id beyond n_vocab is an error.
-    n_vocab = config.n_vocab or config.vocab_size
+    n_vocab = meta.get("vocab_size") or config.n_vocab or config.vocab_size
     blocks, val = (
         Blocks(config.data_dir, split, config.block_size, n_vocab) for split in ("train", "val")
     )
@@ -278,7 +278,7 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
         if run.end_of(config.max_iters) is not None:
             run.repeat(config)
             return
-        if takes_gpt2:
+        if meta != found_meta:
             run.notes.append(
                 f"{config.data_dir} has no meta.json and no meta.pkl: its tokens are taken for "
                 "GPT-2's"
@@ -333,7 +333,6 @@ def build_model(
     model = GPT(config, config.seed)
     # A run that is resumed has left those weights behind.
     if config.init_from and is_new:
-        check_apart(config.init_from, run.path)
         run.notes.append(init_from(model, config.init_from))
     # float32 also where products are bfloat16: an update of AdamW is often smaller than a step
     # between two bfloat16 numbers.
@@ -397,7 +396,7 @@ def notes(config: TrainConfig, model: GPT, start: dict[str, Any], run: RunFolder
 
 
 def main(argv: list[str]) -> None:
-    config, _ = parse_args(TrainConfig, argv, __doc__)
+    config, _ = parse_args(TrainConfig, argv, __doc__, complete=take_shape)
     # Raises if the ranks do not divide the micro-batches of a step.
     with Ranks.start(config.device, config.gradient_accumulation_steps) as ranks:
         if config.parallel == "fsdp" and not ranks.are_joined:

@@ -16,6 +16,7 @@ from common.inputs import read_regular
 from common.output import parse_json
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")  # owner/name, but not the path of a checkpoint
+GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # as nanoGPT names them
 MOST_JSON = 1 << 24  # bytes of a config.json
 # Files next to the weights that an export copies.
 COMPANIONS = (
@@ -57,6 +58,8 @@ def resolve_hub(name: str) -> Path:
 def model_folder(spec: str | Path) -> Path:
     """Return the path of a model, or the folder that a hub name stands for. Raises HFError."""
     path = Path(spec)
+    if str(spec) in GPT2 and not path.exists():
+        return resolve_hub(f"openai-community/{spec}")
     return resolve_hub(str(spec)) if not path.exists() and HUB_NAME.fullmatch(str(spec)) else path
 
 

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 from common.fingerprint import END
 from fold.gpt import absorb_alpha
-from hf.config import gpt_config, shape_config
-from hf.hub import model_folder, read_config
-from load import load_model
-from model import GPT, GPTConfig
+from model import GPT
 from posthoc import adapters
 from posthoc.coupling import view
 from posthoc.kl import kl_divergence
@@ -104,13 +101,3 @@ def bytes_of(model: GPT) -> list[np.ndarray]:
             flat = flat[:END].cpu()
         arrays.append(flat.view(torch.uint8).numpy())
     return arrays
-
-
-def teacher_config(spec: str) -> GPTConfig:
-    """Return the config of a teacher, without loading its weights where that is possible."""
-    if spec.startswith("random:"):
-        return shape_config(spec.removeprefix("random:"))
-    path = model_folder(spec)
-    if (path / "config.json").is_file() and any(path.glob("*.safetensors*")):
-        return gpt_config(read_config(path), spec)
-    return load_model(spec).config

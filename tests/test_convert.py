@@ -426,16 +426,8 @@ def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_
     convert.main([str(tmp_path / "run"), "--to=rms", f"--out={tmp_path / 'rms'}"])
     (told,) = (line for line in capsys.readouterr().out.splitlines() if "to train on: " in line)
     keys = shlex.split(told.partition("python train.py ")[2].partition(" --data_dir")[0])
-    shape = {word.partition("=")[0] for word in keys}
-    assert {
-        "--init_from",
-        "--norm_type",
-        "--rms_bias",
-        "--tie_embeddings",
-        "--n_layer",
-        "--n_embd",
-    } <= shape
-    # those of training alone
+    # those of training alone: the shape is the model's
+    shape = {"--n_layer", "--n_head", "--n_embd", "--block_size", "--bias"}
     settings = [word for word in words if word.partition("=")[0] not in shape]
     train_ok(*keys, *settings, "--max_iters=10", f"--out_dir={tmp_path / 'tuned'}")
     ends = [
@@ -444,7 +436,8 @@ def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_
     ]
     assert ends[1][0] == pytest.approx(ends[0][-1], abs=1e-5)
     assert losses(tmp_path / "tuned")[10] < losses(tmp_path / "run")[1]
-    job = launch(*keys[1:], *settings, f"--out_dir={tmp_path / 'rms'}")
+    same = ("--norm_type=rms", "--rms_bias=True", "--tie_embeddings=False")
+    job = launch(*words, *same, f"--out_dir={tmp_path / 'rms'}")
     assert job.wait() == [CheckpointError.exit_code] and "--init_from" in job.text()
 
 

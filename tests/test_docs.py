@@ -42,7 +42,7 @@ TOKENS = "--tokenizer=bytes --processes=1"  # GPT-2's tokenizer is a download
 RUN = {
     "": """
 python data/stdlib/prepare.py
-python data/shakespeare_char/prepare.py --local=input.txt
+python data/prepare.py input.txt --tokenizer=bytes --out_dir=data/mine
 python report.py out/demo out/rms --plot=out/loss.png
 python report.py --published
 python -m evidence.archive results/cpu/table1/runs.tar.xz
@@ -57,11 +57,10 @@ python bench_decode.py random:qwen3-0.6b --ledger
 repro/gpu.sh
 python -m repro.which_norm
 """,
-    f"--out_dir=data/mine --shard_tokens=10000 {TOKENS}": """
-python data/fineweb_edu/prepare.py --local a.jsonl b.parquet
-""",
     TOKENS: """
-python data/fineweb_edu/prepare.py --local train.jsonl --val val.jsonl --out_dir=data/offline
+python data/prepare.py a.jsonl b.parquet --val_share=0.05 --out_dir=data/web
+python data/prepare.py train.jsonl --val=val.jsonl --out_dir=data/given
+python data/prepare.py train.jsonl --val=val.jsonl --out_dir=data/offline
 """,
     TRAIN: """
 python train.py config/demo.py
@@ -121,8 +120,7 @@ python data/shakespeare_char/prepare.py
 python data/fineweb_edu/prepare.py
 python sample.py random:gpt2 --prompt="Hello"
 python train.py config/shakespeare_char.py
-python train.py config/layer.py --init_from=openai-community/gpt2 --bias=True \
-  --activation=gelu_tanh
+python train.py config/layer.py --init_from=gpt2
 python convert.py openai-community/gpt2 --analyze
 python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
 python convert.py Qwen/Qwen3-0.6B --to=weightless --out=out/qwen3
@@ -189,6 +187,7 @@ repro/layer_coupled.sh CODE
 repro/which_norm.sh cpu verdict W
 """,
     "another test runs the program at toy size": """
+python train.py config/demo.py --data_dir=data/mine --out_dir=out/mine
 pip install .
 torchrun --standalone --nproc_per_node=2 train.py config/demo.py
 torchrun --standalone --nproc_per_node=8 hellaswag.py out/small/rms-8

@@ -37,6 +37,7 @@ from common.output import refused, replacing
 from configurator import Overrides
 from model import GPT, GPTConfig
 from norm_plan import foreign_keys
+from training.nanogpt import as_ours
 from training.old_names import name_today
 from training.optim import Optimizer
 
@@ -91,7 +92,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read and check what save_checkpoint wrote.
+    """Read and check what save_checkpoint wrote, or nanoGPT.
 
     Returns:
         The checkpoint's dict, tensors on the CPU.
@@ -102,6 +103,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             of its run may take its place, which would be written over it.
     """
     state = _read_archive(path)
+    if isinstance(state, dict) and "model_args" in state:
+        state = as_ours(state, path)
     check_entries(path, state)
     if "shards" in state:
         raise UserError(

@@ -19,6 +19,7 @@ from common.distributed import Ranks
 from common.environment import DTYPES, cpuinfo, machine_memory
 from common.errors import CheckpointError, ConfigError
 from common.old_keys import AUTO, by_device, chosen_then, device_kind
+from data.shards import GPT2
 from model import check_memory
 from training.checkpoint import FoundCheckpoint
 from training.run import saved_provenance
@@ -60,11 +61,21 @@ def resolve(config: Any, found: FoundCheckpoint | None, ranks: Ranks) -> tuple[A
     return dataclasses.replace(config, **chosen), f"{listed}: {origin}" if chosen else ""
 
 
-def with_vocabulary(config: Any, n_tokens: int) -> Any:
-    """Complete a TrainConfig with the vocabulary of its data: `n_tokens`, 0 if they do not say.
+def with_vocabulary(config: Any, meta: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Complete a TrainConfig with the vocabulary of its data, whose tokenizer `meta` names.
 
-    Raises ConfigError.
+    Data that name none are nanoGPT's, of GPT-2 tokens, unless the config gives a vocabulary.
+
+    Returns:
+        The config, and the tokenizer.
+
+    Raises:
+        ConfigError: the config gives fewer tokens than the data have.
     """
+    if not meta and not config.vocab_size:
+        # As there, rows beyond the tokens take part in the loss.
+        return dataclasses.replace(config, vocab_size=50304), GPT2
+    n_tokens = meta.get("vocab_size", 0)
     if 0 < config.n_vocab < n_tokens:
         raise ConfigError(
             f"n_vocab={config.n_vocab}: the data's vocabulary has {n_tokens} tokens: leave it at 0"
@@ -72,8 +83,8 @@ def with_vocabulary(config: Any, n_tokens: int) -> Any:
     # Up to a multiple of 64, where the head's product uses the GPU's matrix units best. Rows beyond
     # n_vocab take no part in the loss.
     rows = config.vocab_size or math.ceil(n_tokens / 64) * 64
-    rows = rows or 50304  # shards without meta.json are nanoGPT's, of GPT-2 tokens
-    return dataclasses.replace(config, vocab_size=rows, n_vocab=config.n_vocab or n_tokens)
+    config = dataclasses.replace(config, vocab_size=rows, n_vocab=config.n_vocab or n_tokens)
+    return config, meta
 
 
 def check_fits(config: Any, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Data that nanoGPT prepared: train.bin and val.bin, and meta.pkl where tokens are characters.
+"""What nanoGPT leaves: data (train.bin, val.bin, meta.pkl), checkpoints, config files and keys.
 
 python -m pytest tests/data/test_nanogpt.py
 """
@@ -10,10 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import TINY
+import torch
+import torch.nn.functional as F
+from helpers import TINY, draw, val_losses
+from torch import Tensor
 
-from common.errors import DataError
+from common.errors import CheckpointError, ConfigError, DataError
+from configurator import parse_args
 from data.shards import read_meta
+from load import load_model
+from sample import SampleConfig
+from train import TrainConfig
 
 # 65 characters, as Tiny Shakespeare has
 CHARS = sorted({chr(code) for code in range(ord(" "), ord(" ") + 64)} | {"\n"})
@@ -58,8 +65,15 @@ def test_without_meta_the_tokens_are_gpt2s_and_the_start_says_so(train_ok, tmp_p
     data = write_nanogpt(tmp_path / "data")
     job = train_ok(*TINY, "--max_iters=2", f"--data_dir={data}", f"--out_dir={tmp_path / 'run'}")
     assert json.loads((tmp_path / "run/config.json").read_text())["vocab_size"] == 50304
-    at_start = job.text().partition("step 0")[0]
-    assert "GPT-2" in at_start and "no text sample" in at_start
+    assert "taken for GPT-2's" in job.text().partition("step 0")[0]
+
+
+def test_without_meta_an_id_beyond_gpt2s_is_refused_at_the_start(launch, tmp_path):
+    data = write_nanogpt(tmp_path / "data")
+    np.full(99, 50257, np.uint16).tofile(data / "val.bin")
+    job = launch(*TINY, f"--data_dir={data}", f"--out_dir={tmp_path / 'run'}")
+    assert job.wait() == [1] and "50257 is beyond the vocabulary of 50257" in job.text()
+    assert not (tmp_path / "run").exists()
 
 
 class Code:
@@ -93,3 +107,160 @@ def test_a_meta_pkl_that_is_refused(tmp_path, monkeypatch, case):
     with pytest.raises(DataError, match=r"meta\.pkl: "):
         read_meta(tmp_path)
     assert not Path("harm").exists()
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+ARGS = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 65}
+
+
+def state_of(bias: bool) -> dict[str, Tensor]:
+    """Weights as nanoGPT names and stores them, float32."""
+    shapes = {"wte.weight": (65, 16), "wpe.weight": (12, 16), "ln_f.weight": (16,)}
+    for block in ("h.0.", "h.1."):
+        shapes |= {f"{block}{name}.weight": (16,) for name in ("ln_1", "ln_2")}
+        shapes |= {f"{block}attn.c_attn.weight": (48, 16), f"{block}attn.c_proj.weight": (16, 16)}
+        shapes |= {f"{block}mlp.c_fc.weight": (64, 16), f"{block}mlp.c_proj.weight": (16, 64)}
+    weights = [name for name in shapes if not name.startswith("w")]
+    if bias:
+        shapes |= {name.replace("weight", "bias"): shapes[name][:1] for name in weights}
+    return {
+        name: 0.3 * draw(*shape, seed=seed).float() + (".ln_" in f".{name}")
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def reference(state: dict[str, Tensor], idx: Tensor) -> Tensor:
+    """Logits of nanoGPT's model, from its formulas."""
+
+    def layer(name: str, x: Tensor) -> Tensor:
+        weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
+        if weight.dim() == 1:
+            return F.layer_norm(x, (16,), weight, bias, 1e-5)
+        return F.linear(x, weight, bias)
+
+    x = state["wte.weight"][idx] + state["wpe.weight"][: idx.shape[1]]  # (B, T, C)
+    for block in ("h.0", "h.1"):
+        qkv = layer(f"{block}.attn.c_attn", layer(f"{block}.ln_1", x))
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in qkv.split(16, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, C / H)
+        x = x + layer(f"{block}.attn.c_proj", mixed.transpose(1, 2).flatten(2))
+        inner = F.gelu(layer(f"{block}.mlp.c_fc", layer(f"{block}.ln_2", x)))
+        x = x + layer(f"{block}.mlp.c_proj", inner)
+    return layer("ln_f", x) @ state["wte.weight"].T
+
+
+def write_checkpoint(folder: Path, bias: bool = False, prefix: str = "", **more: object) -> Path:
+    state = state_of(bias)
+    model = {f"{prefix}transformer.{name}": tensor for name, tensor in state.items()}
+    model[f"{prefix}lm_head.weight"] = model[f"{prefix}transformer.wte.weight"]
+    model[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12).tril()
+    args = {**ARGS, "bias": bias, "dropout": 0.2}
+    saved = {"model": model, "optimizer": {}, "model_args": args, "iter_num": 7}
+    saved |= {"best_val_loss": torch.tensor(1.0), "config": {"dataset": "missing"}}
+    folder.mkdir(exist_ok=True)
+    torch.save(saved | more, folder / "ckpt.pt")
+    return folder
+
+
+@pytest.mark.parametrize(("bias", "prefix"), [(True, ""), (False, "_orig_mod.")])
+def test_a_checkpoint_is_the_same_function(tmp_path, bias, prefix):
+    model = load_model(str(write_checkpoint(tmp_path, bias, prefix))).double()
+    state = {name: tensor.double() for name, tensor in state_of(bias).items()}
+    idx = torch.arange(24).view(2, 12) * 5 % 65
+    torch.testing.assert_close(model(idx), reference(state, idx), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("entry", ["model", "model_args", "config"])
+def test_a_damaged_checkpoint_is_refused(tmp_path, entry):
+    with pytest.raises(CheckpointError, match=r"ckpt\.pt"):
+        load_model(str(write_checkpoint(tmp_path, **{entry: [1]})))
+
+
+def test_training_starts_from_a_checkpoint_of_its_shape(launch, train_ok, tmp_path):
+    """But for a shorter context; it goes on without the checkpoint. sample.py reads both."""
+    data = write_nanogpt(tmp_path / "data", meta_of(CHARS))
+    theirs = write_checkpoint(tmp_path / "theirs", config={"dataset": str(data)})
+    shape = ("--n_layer", "--n_head", "--n_embd", "--block_size")
+    words = [word for word in TINY if not word.startswith(shape)]
+    words += [f"--init_from={theirs}", f"--data_dir={data}", f"--out_dir={tmp_path / 'run'}"]
+    train_ok(*words, "--block_size=8", "--max_iters=2")
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert {name: config[name] for name in ARGS} == ARGS | {"block_size": 8, "vocab_size": 128}
+    tokens = torch.from_numpy(np.fromfile(data / "val.bin", np.uint16).astype(np.int64))[:513]
+    logits = reference(state_of(False), tokens[:-1].view(-1, 8))
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[1:])
+    assert val_losses(tmp_path / "run")[0] == pytest.approx(float(loss), abs=1e-5)
+    (theirs / "ckpt.pt").rename(tmp_path / "ckpt.pt")
+    train_ok(*words, "--block_size=8", "--max_iters=4", "--init_from=" + str(theirs))
+    for model in (f"--out_dir={tmp_path / 'run'}", f"{tmp_path / 'ckpt.pt'}"):
+        job = launch(model, "--start=TO BE", "--max_new_tokens=9", program="sample")
+        assert job.wait() == [0] and "TO BE" in job.text(), job.text()
+
+
+# -------------------------------------------------------------------------------------------- keys
+
+FILE = """
+out_dir = 'out-shakespeare-char'
+eval_iters = 200
+always_save_checkpoint = False
+wandb_log = False
+wandb_project = 'shakespeare-char'
+wandb_run_name = 'mini-gpt'
+dataset = 'shakespeare_char'
+batch_size = 64
+block_size = 256
+max_iters = 5000
+lr_decay_iters = 600000
+"""
+
+
+def test_a_config_file_is_translated(tmp_path, capsys):
+    file = tmp_path / "theirs.py"
+    file.write_text(FILE)
+    words = [
+        str(file),
+        "--lr_decay_iters=5000",
+        "--backend=gloo",
+        "--init_from=scratch",
+        "--block_size=128",
+    ]
+    config, _ = parse_args(TrainConfig, words)
+    assert config == TrainConfig(
+        out_dir="out-shakespeare-char",
+        eval_tokens=200 * 64 * 128,
+        tracker_project="shakespeare-char",
+        data_dir="data/shakespeare_char",
+        batch_size=64,
+        block_size=128,
+        max_iters=5000,
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    for part in ("dataset is data_dir=data/shakespeare_char", "wandb_run_name is not needed"):
+        assert part in line
+    for word, ours in (
+        ("--wandb_log=True", {"tracker": "wandb"}),
+        ("--decay_lr=False", {"lr_schedule": "constant", "warmup_iters": 0}),
+        ("--init_from=resume", {"resume": "out-shakespeare-char/ckpt_last.pt"}),
+        ("--data_dir=data/mine", {"data_dir": "data/mine"}),
+    ):
+        config, _ = parse_args(TrainConfig, [str(file), "--lr_decay_iters=5000", word])
+        assert {name: getattr(config, name) for name in ours} == ours
+
+
+def test_what_means_nothing_here_is_refused_all_at_once(tmp_path):
+    file = tmp_path / "theirs.py"
+    file.write_text("eval_only = True\nn_layers = 3\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_args(TrainConfig, [str(file), "--lr_decay_iters=5", "--device=cuda:0"])
+    for part in ("max_iters=1", "n_layer?", "max_iters=600000", "theirs.py:1", "cuda, mps"):
+        assert part in str(caught.value)
+
+
+def test_keys_of_their_sample():
+    config, spec = parse_args(SampleConfig, ["--out_dir=out", "--start=FILE:x"], spec=True)
+    assert (config.prompt, spec) == ("FILE:x", "out")
+    words = ["--init_from=gpt2-xl", "--num_samples=3"]
+    assert parse_args(SampleConfig, words, spec=True)[1] == "gpt2-xl"
+    with pytest.raises(ConfigError, match=r"dtype.*compile"):
+        parse_args(SampleConfig, ["out", "--dtype=float16", "--compile=True"], spec=True)
