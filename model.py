@@ -622,7 +622,6 @@ class GPT(nn.Module):
         """Move the gains of each block by -a s before attention and by a s before the MLP.
 
         a is config.paired_gains, s (C,) random signs, as many of either kind (modded-nanogpt #300).
-        A norm without a gain is left alone.
         """
         size = self.config.paired_gains
         if not size or self.wte.weight.is_meta:
@@ -630,12 +629,10 @@ class GPT(nn.Module):
         for index, block in enumerate(self.blocks):
             stream = named_stream(seed, f"blocks.{index}.signs", "cpu")
             order = torch.randperm(self.config.n_embd, generator=stream)
-            move = size * (2 * (order % 2) - 1)  # (C,)
-            move = move.to(self.wte.weight.device)
-            if block.norm1.core.weight is not None:
-                block.norm1.core.weight -= move
-            if block.norm2.core.weight is not None:
-                block.norm2.core.weight += move
+            move = size * (2 * (order % 2) - 1).to(self.wte.weight.device)  # (C,)
+            for norm, sign in ((block.norm1, -1), (block.norm2, 1)):
+                if norm.core.weight is not None:
+                    norm.core.weight += sign * move
 
     def apply_init_factors(self, name: str, weight: Tensor) -> None:
         """Multiply the initial weight (out, in) of module `name` as the norm type's recipe says.
@@ -678,15 +675,11 @@ class GPT(nn.Module):
 
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
         """Prepare every norm for training step `step`; return the parameters that changed roles."""
-        tokens = self.config.block_size
         interval = min(1000, max(1, max_iters // 50))  # as in BHyT's code
         if (step - 1) % interval == 0:
             for block in self.blocks:
-                block.norm1.norm.expect(block.attn, tokens)
-        moved = []
-        for place in self.places():
-            moved += place.set_step(step, max_iters)
-        return moved
+                block.norm1.norm.expect(block.attn, self.config.block_size)
+        return [pair for place in self.places() for pair in place.set_step(step, max_iters)]
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None

@@ -96,11 +96,7 @@ class NormConfig:
         1.0, "gains at the start: one number, 2L+1 (input norms) or 4L+2 (all)", least=0, most=1e6
     )
     paired_gains: float = key(
-        0.0,
-        "a: a block's gains start at 1 - a s before attention and 1 + a s before the MLP, with "
-        "random signs s, as many of either kind",
-        least=0,
-        most=1.0,
+        0.0, "a: gains of a block start at 1 - a s and 1 + a s, s random signs", least=0, most=1.0
     )
     norm_recipe: str = key(
         "paper",
@@ -138,7 +134,7 @@ class NormConfig:
     )
     gate_start: str = key(
         "half",
-        "gatednorm: gates are sigmoids and start at 1/2; identity: twice sigmoids, at 1",
+        "gatednorm: gates start at 1/2; identity: twice as large, at 1",
         ("half", "identity"),
     )
     coupled_first: int = key(0, "coupled: blocks at the start with own statistics", least=0)

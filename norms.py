@@ -155,10 +155,7 @@ class Norm(nn.Module):
         return []
 
     def expect(self, attention: nn.Module, tokens: int) -> None:
-        """Prepare for what `attention`, which reads this norm, adds to the stream in training.
-
-        On every rank; `tokens` are those of a sequence.
-        """
+        """Prepare for what `attention` adds to the stream of so many tokens a sequence."""
 
     # What conversions and measurements ask of a norm
 
@@ -354,19 +351,17 @@ class BoundedTanh(SharedBoundedTanh):
     def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, Tensor]:
         inv_rms = inverse_rms(h, self.eps)  # (B, T, 1)
         y, _ = super().forward(h, inv_rms)
-        slope = self.alpha.detach() / KAPPA  # (1,)
-        drift = self.attention * slope.square()
+        drift = self.attention * (self.alpha.detach() / KAPPA).square()  # (1,)
         return y, (inv_rms.pow(-2) + drift).rsqrt()
 
     @torch.no_grad()
     def expect(self, attention: nn.Module, tokens: int) -> None:
         value = whole(attention.qkv.weight)[-attention.widths[2] :]  # (H_kv D, C)
-        value = value.unflatten(0, (attention.kv_heads, -1))  # (H_kv, D, C)
         readers = attention.heads // attention.kv_heads
-        value = value.repeat_interleave(readers, 0).flatten(0, 1)  # (H D, C)
+        value = value.unflatten(0, (attention.kv_heads, -1)).repeat_interleave(readers, 0)
+        value = value.flatten(0, 1)  # (H D, C)
         product = whole(attention.proj.weight) @ value  # (C, C)
-        square = product.square().sum()
-        self.attention.copy_(square / (tokens * self.channels))
+        self.attention.copy_(product.square().sum() / (tokens * self.channels))
 
 
 class GatedNorm(Norm):
@@ -390,8 +385,7 @@ class GatedNorm(Norm):
         y, _ = rms_norm(h, self.gain, self.eps, mode=self.kernels)
         hidden = F.silu(self.gate_down(y))  # (B, T, 16)
         gate = torch.sigmoid(self.gate_up(hidden))  # (B, T, C)
-        y = y * gate * self.factor
-        return y.to(h.dtype), None
+        return (y * gate * self.factor).to(h.dtype), None
 
 
 class SeeDNorm(Norm):
@@ -409,9 +403,7 @@ class SeeDNorm(Norm):
         wide = h.to(statistics_dtype(h))
         product = (wide * self.beta).sum(-1, keepdim=True)  # (B, T, 1)
         gain = self.gain + torch.tanh(product) * self.alpha  # (B, T, C)
-        y = wide * inverse_rms(h, self.eps)
-        y = y * gain
-        return y.to(h.dtype), None
+        return (wide * inverse_rms(h, self.eps) * gain).to(h.dtype), None
 
     def gains(self) -> list[nn.Parameter]:
         return [self.alpha, self.beta]

@@ -206,10 +206,11 @@ def test_a_key_that_is_gone(name, default, other, loads, tmp_path, capsys, monke
 
     A key of the training alone is refused where the run would go on. What wandb said, tracker says.
     """
-    monkeypatch.setattr("sys.argv", ["train.py", f"--{name}={other}"])
-    with pytest.raises(SystemExit) as caught:
-        run_program(train_main)
-    assert caught.value.code == 2 and name in capsys.readouterr().err
+    if name != "wandb_project":  # nanoGPT has it too, so it is translated
+        monkeypatch.setattr("sys.argv", ["train.py", f"--{name}={other}"])
+        with pytest.raises(SystemExit) as caught:
+            run_program(train_main)
+        assert caught.value.code == 2 and name in capsys.readouterr().err
     today = TrainConfig(**SIZES, norm_type="rms")
     model = GPT(today)
     state = {"step": 1, "model": model.state_dict(), "best_val_loss": 1.0}
