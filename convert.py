@@ -404,7 +404,14 @@ def write(out: Path, model: GPT, certificate: Certificate) -> None:
 
 def export(spec: str, out: str) -> None:
     """Write a model of ours as a Hugging Face folder, and print how to read it."""
-    folder = export_hf(load_model(spec), out)
+    model = load_model(spec)
+    path = Path(spec, "certificate.json")
+    told = b""
+    if path.is_file():
+        told = path.read_bytes()
+    if b" -> weightless" not in told:
+        told = b""
+    folder = export_hf(model, out, weightless=told)
     written = read_config(folder)
     architecture = written["architectures"][0]
     trust = ", trust_remote_code=True" if "auto_map" in written else ""

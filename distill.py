@@ -53,7 +53,7 @@ from common.errors import (
 from common.fingerprint import fingerprint
 from common.output import RUN_CONFIG, check_apart, check_replaceable
 from configurator import check_ranges, key, parse_args
-from data.documents import input_files
+from data.documents import input_files, newest_commit
 from hf import weights
 from load import load_config, load_model
 from model import GPT, cross_entropy
@@ -231,6 +231,7 @@ class Distillation(Objective):
         return {
             "plan": self.plan,
             "alpha": self.alpha,
+            "commit": self.text.commit,
             "calibrated_kl": self.calibrated_kl,
             "model": {name: p.detach() for name, p in self.parameters.items()},
         }
@@ -326,12 +327,16 @@ class Text:
     Args:
         config: every key of the run.
         teacher: its tokenizer and context count.
+        commit: of a data set of the hub, which every epoch reads; None for its newest.
 
     Raises:
         DataError: the text is too short.
     """
 
-    def __init__(self, config: DistillConfig, teacher: GPT):
+    def __init__(self, config: DistillConfig, teacher: GPT, commit: str | None = None):
+        if not commit and not config.local and config.dataset != "random":
+            commit = newest_commit(config.dataset)
+        self.commit = commit
         self.config = config
         self.meta = teacher.meta
         self.n_vocab = teacher.n_vocab
@@ -357,7 +362,7 @@ class Text:
 
     def _open(self, files: str) -> Iterator[Tensor]:
         """Open a text as blocks (T,). `files` as for the key `local`."""
-        return open_stream(self.config, self.meta, self.n_vocab, self.length, files)
+        return open_stream(self.config, self.meta, self.n_vocab, self.length, files, self.commit)
 
     def epochs(self) -> Iterator[Tensor]:
         """Yield the blocks (T,) of the training text, epoch after epoch in different orders."""
@@ -401,7 +406,7 @@ def set_up(config: DistillConfig, run: RunFolder) -> Loop:
     precision = Precision(config.dtype, ranks.device)
     check_replaceable(run.path / "config.json", RUN_CONFIG)
     name_of_teacher, teacher = load_teacher(config, ranks, precision)
-    text = Text(config, teacher)
+    text = Text(config, teacher, found and found.state.get("commit"))
     # Before the plan is chosen, which takes long: another teacher or text is refused.
     remedy = "give teacher, local, val and dataset what they were, or choose another out_dir"
     run.compare(config, f"{name_of_teacher} {text.fingerprint()}", remedy)

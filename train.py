@@ -375,11 +375,6 @@ def notes(config: TrainConfig, model: GPT, start: dict[str, Any], run: RunFolder
             f"weight decay {config.decay:.6g}: decay_per_step={config.decay_per_step} / "
             f"learning_rate={config.learning_rate}"
         )
-    if config.warmup_iters >= config.max_iters:
-        found.append(
-            f"warning: warm-up takes warmup_iters={config.warmup_iters} of "
-            f"max_iters={config.max_iters} steps: the learning rate never falls"
-        )
     end = TaperSchedule.of(config).steps(config.max_iters)[1]
     if tapers(model) and end > config.max_iters:
         found.append(

@@ -131,6 +131,14 @@ def asking_hub(name: str) -> Iterator[None]:
         ) from None
 
 
+def newest_commit(dataset: str) -> str:
+    """Return the commit that a data set of the hub has now. Raises DataError."""
+    with asking_hub(dataset):
+        from huggingface_hub import HfApi
+
+        return HfApi().dataset_info(dataset).sha
+
+
 def read_hub(
     dataset: str, text_of: TextOf = plain_text, skip: int = 0, **options: Any
 ) -> Iterator[Document]:

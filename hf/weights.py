@@ -21,6 +21,7 @@ A config that asks for anything our GPT does not compute is refused. transformer
 What no stock class computes is written with its own classes, hf/modeling_coupled.py.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -143,7 +144,9 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
     return model.eval()
 
 
-def export_hf(model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SIZE) -> Path:
+def export_hf(
+    model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SIZE, weightless: bytes = b""
+) -> Path:
     """Write `model` as a Hugging Face folder: two configs, safetensors, tokenizer.
 
     A model whose norms all compute their own statistic has its stock architecture. One that shares
@@ -154,6 +157,8 @@ def export_hf(model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SI
 
     Args:
         max_shard_size: bytes of a safetensors file; a larger single tensor has a file for itself.
+        weightless: the certificate, as JSON, of norms whose gains were folded; config.json gets its
+            SHA-256 as `weightless_norms`, as fold.hub.save writes it.
 
     Returns:
         The folder.
@@ -196,6 +201,9 @@ def export_hf(model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SI
                 hf |= write_tokenizer(model, partial)
             if "auto_map" in hf:
                 shutil.copy(Path(__file__).with_name(f"{CODE}.py"), partial)
+            if weightless:
+                hf["weightless_norms"] = hashlib.sha256(weightless).hexdigest()
+                (partial / "certificate.json").write_bytes(weightless)
             write_json(partial / "config.json", hf)
             if not (partial / "generation_config.json").exists():
                 tokens = {key: hf[key] for key in TOKENS if key in hf}

@@ -142,13 +142,16 @@ def text_fingerprint(held: list[Tensor], lists_of_files: list[str]) -> str:
     return " ".join(names)
 
 
-def open_stream(config: Any, meta: dict, n_vocab: int, length: int, local: str) -> Iterator[Tensor]:
+def open_stream(
+    config: Any, meta: dict, n_vocab: int, length: int, local: str, commit: str | None = None
+) -> Iterator[Tensor]:
     """Yield blocks (length,) of the files `local`, or of the hub's data set if that is "".
 
     Args:
         config: a DistillConfig; dataset, split and seed are used.
         meta: names the teacher's tokenizer.
         n_vocab: the teacher's vocabulary.
+        commit: of the data set; None for its newest.
     """
     if config.dataset == "random" and not local:
         return random_blocks(n_vocab, length, config.seed)
@@ -157,6 +160,6 @@ def open_stream(config: Any, meta: dict, n_vocab: int, length: int, local: str) 
     if files:
         documents = read_files(files, text_of)
     else:
-        documents = read_hub(config.dataset, text_of, split=config.split)
+        documents = read_hub(config.dataset, text_of, split=config.split, revision=commit)
     origin = local or config.dataset
     return blocks(documents, teacher_tokenizer(meta, n_vocab), length, origin)

@@ -210,14 +210,33 @@ def test_a_finished_distillation(words, tmp_path, capsys, monkeypatch):
     assert records(out)[-1]["event"] != "end"
     distill.main(words)
     assert records(out)[-1]["reason"] == "done"
-    summary, before = capsys.readouterr().out.splitlines()[-1], contents(out)
+    lines, before = capsys.readouterr().out.splitlines(), contents(out)
+    assert any("warm-up takes warmup_iters=1 of max_iters=1" in line for line in lines)
     with monkeypatch.context() as patch:
         patch.setattr(distill, "load_model", None)  # not even its teacher is loaded
         distill.main(words)
-    assert capsys.readouterr().out.splitlines()[-1] == summary and contents(out) == before
+    assert capsys.readouterr().out.splitlines()[-1] == lines[-1] and contents(out) == before
+    with pytest.raises(ConfigError, match="seed 1337 -> 7"):
+        distill.main([*words, "--seed=7"])
     (out / BEST).unlink()
     distill.main(words)
     assert (out / BEST).exists()
+
+
+def test_a_resumed_distillation_keeps_to_its_commit(words, run_folder, monkeypatch):
+    """Of a data set of the hub, in every epoch."""
+    rows = [{"text": (run_folder / "text.txt").read_text()}]
+    asked = []
+
+    def load_dataset(name, revision=None, **keys):
+        asked.append(revision)
+        return types.SimpleNamespace(skip=lambda count: rows[count:])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    for commit, steps in (("old", 1), ("new", 2)):
+        monkeypatch.setattr(distill, "newest_commit", lambda name, commit=commit: commit)
+        distill.main([*words, "--local=", f"--max_iters={steps}"])
+    assert len(asked) > 3 and set(asked) == {"old"}
 
 
 def test_activation_checkpointing_changes_nothing(words, tmp_path, monkeypatch):
@@ -368,6 +387,7 @@ def test_bad_input_is_one_line(more, error, match, words, run_folder, tmp_path, 
         raise DatasetNotFoundError("it is not there\nat all")
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=absent))
+    monkeypatch.setattr(distill, "newest_commit", lambda name: "c0ffee")
     coupled = GPT(dataclasses.replace(SHAPE, norm_type="coupled", coupled_calibrate=2))
     small_rms.write_run(coupled, tmp_path)
     # 8 blocks and a rest

@@ -3,6 +3,7 @@
 python -m pytest tests/test_gains.py
 """
 
+import hashlib
 import json
 from functools import partial
 
@@ -136,6 +137,10 @@ def test_weightless_is_written_and_exported(saved, tmp_path, capsys):
     before, after, x = load_model(str(path)), load_model(str(out)), tokens(2, 12, seed=5)
     assert (after(x) - before(x)).abs().max() < 2e-6 * before(x).abs().max()
     convert.main([str(out), "--to=hf", f"--out={tmp_path / 'hf'}"])
+    certificate = (tmp_path / "hf/certificate.json").read_bytes()
+    assert certificate == (out / "certificate.json").read_bytes()
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["weightless_norms"] == hashlib.sha256(certificate).hexdigest()
     theirs = load_hf(tmp_path / "hf")
     assert theirs.config.norm_type == "rms" and not theirs.config.tie_embeddings
     assert gains_left(theirs) == refusals.keys()

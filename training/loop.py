@@ -119,6 +119,11 @@ class Loop:
         self.clock = Throughput(objective.tokens_per_step)
         # MFU is a share of the peak in low precision.
         self.peak_flops = peak_flops(self.ranks.device) if precision.is_low else None
+        if config.warmup_iters >= config.max_iters:
+            run.notes.append(
+                f"warning: warm-up takes warmup_iters={config.warmup_iters} of "
+                f"max_iters={config.max_iters} steps: it is not over before the run ends"
+            )
         if run.found is not None:
             self._restore(run.found)
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.errors import ConfigError, DataError, run_program
 from common.lock import FolderLock
 from configurator import key, parse_args
-from data.documents import Document, asking_hub, read_hub
+from data.documents import Document, newest_commit, read_hub
 from data.prepare import Progress, ShardKeys, meta_of, shard_name, write_shards
 
 HUB = "HuggingFaceFW/fineweb-edu"
@@ -63,11 +63,8 @@ def read_sample(progress: Progress, skip: int) -> Iterator[Document]:
             f"{HUB} that its shards are from: choose another --out_dir"
         )
     if not revision:
-        with asking_hub(HUB):
-            from huggingface_hub import HfApi
-
-            revision = HfApi().dataset_info(HUB).sha
-            progress.settings["revision"] = revision
+        revision = newest_commit(HUB)
+        progress.settings["revision"] = revision
     yield from read_hub(HUB, skip=skip, name=SUBSET, split="train", revision=revision)
 
 

@@ -100,10 +100,11 @@ def test_all_ranks_choose_as_the_main_one(train_ok, tiny_data, tmp_path):
     """The second rank's processor would have bfloat16, and is slow at it where the run has it."""
     large = ("--n_embd=64", "--batch_size=32")
     for dtype, keys, is_told in (("auto", large, False), ("bfloat16", (), True)):
-        keys = (*keys, f"--dtype={dtype}", "--max_iters=2", "--warmup_iters=1")
+        keys = (*keys, f"--dtype={dtype}", "--max_iters=2", f"--warmup_iters={1 + is_told}")
         run = words(tiny_data, tmp_path / dtype, *keys)
         text = train_ok(*run, ranks=2, patch=("fast_bfloat16", {"rank": 1})).text()
         assert ("no fast bfloat16 products are known" in text) == is_told
+        assert ("warm-up takes warmup_iters=2 of max_iters=2" in text) == is_told
     assert records(tmp_path / "auto")[0]["config"]["dtype"] == "float32"
 
 
