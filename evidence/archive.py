@@ -17,31 +17,41 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import ConfigError, UserError, run_program
+from common.inputs import read_regular
 from common.output import write_bytes_atomically, writing
 
 SUFFIX = ".tar.xz"
 FILES = ("config.json", "log.jsonl", "hellaswag.jsonl")  # the files of a run that are kept
+MOST = 1 << 30  # bytes that an archive may unpack to, and that a file of a run may have
+
 Content = dict[str, bytes]  # "run/file" -> its bytes
 
 
 def read(archive: Path) -> Content:
-    """Read an archive into memory; empty if there is no such file. UserError if it is damaged."""
+    """Read an archive into memory; empty if there is no such file.
+
+    Raises UserError if it is damaged, or unpacks to more than MOST bytes.
+    """
     if not archive.exists():
         return {}
+    unpacker = lzma.LZMADecompressor()
     try:
-        with tarfile.open(archive, mode="r:xz") as file:
+        unpacked = unpacker.decompress(read_file(archive), MOST)
+        if not unpacker.eof:
+            raise UserError(f"{archive}: torn, or more than {MOST:,} bytes: no archive of runs")
+        with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as file:
             members = [member for member in file if member.isfile()]
             return {member.name: file.extractfile(member).read() for member in members}
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+    except (tarfile.TarError, lzma.LZMAError) as error:
         raise UserError(
             f"{archive}: torn, or no archive of runs ({error}): fetch it again"
         ) from None
 
 
 def read_file(path: Path) -> bytes:
-    """Read a file of a run. Raises UserError if it is not there."""
+    """Read a file of a run. Raises UserError for what never ends: a device, or one beyond MOST."""
     try:
-        return path.read_bytes()
+        return read_regular(path, MOST)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): name a run folder") from None
 

@@ -9,6 +9,7 @@ reports on real ones.
 import csv
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import zlib
@@ -745,6 +746,19 @@ def test_what_is_no_archive_of_runs_is_refused(tmp_path, content):
     path.write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(UserError, match=r"runs\.tar\.xz"):
         find_runs([path])
+
+
+def test_what_never_ends_is_no_file_of_a_run(tmp_path, monkeypatch):
+    """1.5 MB may unpack to 10 GiB; to open a pipe waits for its writer."""
+    run = write_run(tmp_path, "rms", 8)
+    archive.write(tmp_path / "runs.tar.xz", {"rms-8/log.jsonl": (run / "log.jsonl").read_bytes()})
+    monkeypatch.setattr(archive, "MOST", 10_000)  # tar's blocks are 10,240 bytes
+    with pytest.raises(UserError, match=r"runs\.tar\.xz: .*more than 10,000 bytes"):
+        find_runs([tmp_path / "runs.tar.xz"])
+    (run / "log.jsonl").unlink()
+    os.mkfifo(run / "log.jsonl")
+    with pytest.raises(UserError, match=r"log\.jsonl: .*a pipe"):
+        find_runs([tmp_path])
 
 
 def test_a_damaged_line_is_named(tmp_path):
