@@ -210,7 +210,10 @@ class Graph:
             name = targets.get(node.name)
             if name is None and node.name in constants:
                 name = constants[node.name]
-                node.meta["kind"] = f"{name}, a tensor that is neither parameter nor buffer,"
+                node.meta["kind"] = (
+                    f"{name}, a tensor that is neither parameter nor buffer, or is in a module "
+                    "that a function holds,"
+                )
                 value = program.constants.get(name)
                 if isinstance(value, Tensor) and value.dim() == 0:  # as in h[:, 0] = 0
                     node.meta["constant"] = value

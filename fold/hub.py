@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError, ConfigError
-from common.inputs import check_regular
+from common.inputs import check_regular, read_regular
 from common.output import parse_json
 from hf.config import MOST_LAYERS
-from hf.hub import companions, import_transformers, model_folder, read_config
+from hf.hub import MOST_JSON, companions, import_transformers, model_folder, read_config
 
 from .certificate import Certificate, first_line
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
@@ -127,7 +127,7 @@ def load(spec: str | Path) -> nn.Module:
     """
     path = model_folder(spec) / RECIPE
     try:
-        recipe = parse_json(path.read_text(encoding="utf-8"))
+        recipe = parse_json(read_regular(path, MOST_JSON))
         swaps = [Swap(**swap) for swap in recipe["swaps"]]
         insertions = [Insertion(**found) for found in recipe["insertions"]]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -320,8 +320,8 @@ def find_swap(graph: Graph, path: str, norm: Norm) -> Swap | str:
     """
     if not path:
         return (
-            "the norm is called by the model itself, as a function, or in an autocast block, which "
-            "hides its module: there is no module to swap"
+            "the norm is called by the model itself, as a function, by a function that holds it, "
+            "or in an autocast block, which hides its module: there is no module to swap"
         )
     module = graph.model.get_submodule(path)
     parameters = [name for name, _ in module.named_parameters(recurse=False)]

@@ -365,7 +365,7 @@ def test_rows_without_text_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("more", "error", "match"),
     [
-        (["--local="], DataError, "dataset=nvidia/.*DatasetNotFoundError.*--local=FILES"),
+        (["--local="], DataError, "dataset=nvidia/.*DatasetNotFoundError.*take files"),
         (["--local=nowhere.jsonl"], DataError, "no file nowhere"),
         (["--eval_blocks=100000"], DataError, "too little text"),
         (["--local=SHORT"], DataError, "too little text.* or --val=FILE"),

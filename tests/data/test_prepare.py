@@ -396,7 +396,7 @@ def test_user_errors(tmp_path, monkeypatch, words, error, message):
     with pytest.raises(error, match=message) as caught:
         prepare.main(["--out_dir=out", "--processes=1", *words])
     assert "\n" not in str(caught.value)
-    assert not list(Path().glob("out/*"))
+    assert not list(Path().glob("out/*.*"))
 
 
 # --------------------------------------------------------------------------------- kills and resume

@@ -571,9 +571,16 @@ def test_report_of_another_model():
 
 
 def test_a_function_that_holds_the_original():
-    model = net(in_place).float()
-    model.function = lambda m, x: m.out(model.ln(m.a(x)))
-    with pytest.raises(FoldError):
+    """A copy would go on with the original's modules: nothing folds, and that is why."""
+    model, x = net(in_place), (draw(2, 4, C),)
+    for forward in (lambda m, x: m.out(model.ln(m.a(x))), lambda m, x: m.out(m.ln(model.a(x)))):
+        model.function = forward
+        assert "a function" in analyze(model, x).rows[0].reason
+        after, certificate = fold(model, analyze(model, x))
+        assert certificate.folded == 0
+        close(after(*x), model(*x))
+    model.float()
+    with pytest.raises(FoldError, match="function"):
         fold(model, analyze(model, (draw(2, 4, C, dtype=torch.float32),)))
 
 

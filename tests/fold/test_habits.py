@@ -93,7 +93,7 @@ def test_tensors_that_are_plain_attributes():
     model = net(lambda m, x: m.out(m.ln(m.a(x) + m.pos)))
     model.pos = draw(4, C)
     assert (
-        "pos, a tensor that is neither parameter nor buffer,"
+        "pos, a tensor that is neither parameter nor buffer"
         in analyze(model, x64(x)).rows[0].reason
     )
     model = net(lambda m, x: m.out(m.ln(m.a(m.b(x).bfloat16().to(x.dtype)) @ m.made(x)))).float()

@@ -5,6 +5,7 @@ model, to them as well.
 """
 
 import json
+import os
 
 import pytest
 import torch
@@ -127,6 +128,10 @@ def test_refusals(folder, tmp_path):
         hub.load(opt)
     (opt / "fold.json").write_text('{"swaps": []}')
     with pytest.raises(CheckpointError, match="damaged"):
+        hub.load(opt)
+    (opt / "fold.json").unlink()
+    os.mkfifo(opt / "fold.json")  # to open it waits for its writer
+    with pytest.raises(UserError, match=r"fold\.json: .*a pipe"):
         hub.load(opt)
 
 
