@@ -1,7 +1,7 @@
 """Compile every kernel for GPUs that are not here, and count what matters in the machine code.
 
     python -m bench.aot                            # those of training: some minutes
-    python -m bench.aot --sm=90 --channels=768 --out=aot.md  # some of them; the table as a file too
+    python -m bench.aot --sm=90 --channels=768     # some of them
     python -m bench.aot --sm=90 --batch=1,8,31,128  # those of decoding, for all published shapes
 
 The launchers run on tensors without memory, and each launch they make is compiled as on a GPU, with
@@ -42,7 +42,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from common.errors import ConfigError, UserError, run_program
-from common.output import check_replaceable, markdown, write_bytes_atomically
+from common.output import markdown
 from configurator import key, parse_args
 from decode.arms import is_plain_pre_norm, with_norms
 from decode.ledger import shape_on_meta
@@ -81,7 +81,6 @@ EARLY = ("vector_kernel", "attend_kernel")  # of decoding: these begin to load b
 # compile-time arguments that tell launches of decoding apart
 NAMED_FACTS = ("N", "KIND", "OWN", "HEADS", "WINDOW", "PARTS", "Q_NORM")
 GIVEN = ("INV", "BIAS", "V_GAIN")  # tensors that do so too: a launch has them or not
-TABLE = rb"triton \d"  # how the file of a table begins
 # The triton of a CUDA build of torch; the metadata of a CPU build names none.
 NAMED = {"2.11": "3.6.0", "2.13": "3.7.1"}
 
@@ -99,7 +98,6 @@ class AotConfig:
     batch: tuple[int, ...] = key((), "kernels of decoding: sequences decoded at once")
     shapes: tuple[str, ...] = key(tuple(SHAPES), "of decoding: shapes, separated by commas")
     named: bool = key(False, "only print the version of triton that torch names")
-    out: str = key("", "write the table to this Markdown file")
 
     def __post_init__(self) -> None:
         if not self.sm or not {*self.sm} <= {*ARCHITECTURES}:
@@ -458,17 +456,12 @@ def main(argv: list[str]) -> int:
     if config.named:
         print(named_triton())
         return 0
-    if config.out:
-        check_replaceable(Path(config.out), TABLE)
     if binding.INTERPRETED:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     records = measured(config)
     head = ("operator", "kernel", "C", "sm", *COLUMNS)
-    text = markdown(head, ([record[name] for name in head] for record in records))
-    print(text)
+    print(markdown(head, ([record[name] for name in head] for record in records)))
     compiler = f"triton {triton.__version__}; torch {torch.__version__} names {named_triton()}"
-    if config.out:
-        write_bytes_atomically(Path(config.out), f"{compiler}\n\n{text}\n".encode())
     spills = [record for record in records if record["stack"] or record["spill"]]
     doubles = [record for record in records if record["FP64"]]
     for record in spills + doubles:

@@ -35,9 +35,8 @@ def card(record: dict[str, Any]) -> str:
         f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} "
         f"GB/s (a copy's): {record['floor_ms_per_token']:.3f} ms at batch {record['batch']}",
     ]
-    for name in ("clocks", "note"):
-        if record.get(name):
-            lines.append(record[name])
+    if record.get("clocks"):
+        lines.append(record["clocks"])
     return "\n".join(lines)
 
 

@@ -23,52 +23,6 @@ from decode.ledger import launches, mean, total
 from decode.step import Decoder
 from model import GPT
 
-# Class of a kernel -> parts of its name; the first match counts. Names are those of inductor,
-# Triton, cuBLAS, ATen and ours. Activation comes before norm, because inductor names the paper's
-# activation kernel after the statistic that it applies as well.
-CLASSES = (
-    ("copy", ("memcpy", "memset")),
-    ("other", ("argmax",)),
-    ("attention", ("attend", "combine", "attention", "flash", "fmha", "softmax")),
-    ("activation", ("silu", "gelu", "activation", "sigmoid", "relu", "tanh")),
-    ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow", "forward_kernel")),
-    (
-        "product",
-        (
-            "gemv",
-            "gemm",
-            "splitk",
-            "cutlass",
-            "xmma",
-            "wgmma",
-            "nvjet",
-            "mm",
-            "linear",
-            "vector_kernel",
-            "matrix_kernel",
-        ),
-    ),
-    ("heads", ("heads", "rope", "index_put", "index_copy")),
-    ("other", ("",)),
-)
-# Class of a launch of the ledger; "other" for the rest.
-LAUNCHES = {
-    "norm": "norm",
-    "heads": "heads",
-    "activation": "activation",
-    **dict.fromkeys(("attend", "heads_attend", "combine"), "attention"),
-    **dict.fromkeys(("matmul", "matmul_add", "project"), "product"),
-}
-
-
-def kind(name: str) -> str:
-    """Return the class of a kernel."""
-    name = name.lower()
-    # with gpt-fast's options inductor writes products, and puts other work into them
-    if name.startswith("triton_") and "_mm_" in f"{name}_":
-        return "product"
-    return next(group for group, parts in CLASSES if any(part in name for part in parts))
-
 
 def profiled(call: Callable[[], Any], cuda: bool) -> tuple[profile, list]:
     """Return (profiler, its events on the GPU, or on the CPU) of a call."""
@@ -112,29 +66,18 @@ def compare(kernels: Counter, ledger: Counter, blocks: int) -> dict[str, Any]:
     """Compare the kernels of a trace with the launches of the ledger, for the same `blocks` blocks.
 
     Returns:
-        kernels_per_block, ledger_per_block, equal, per_block_by_class, and a line for people.
+        kernels_per_block, ledger_per_block, equal, and both by name. A count below 0 is of a name
+        that the shorter step alone has.
     """
-    traced_kinds = Counter()
-    for name, count in kernels.items():  # below 0: a name of the shorter step alone
-        traced_kinds[kind(name)] += count
-    counted = Counter(LAUNCHES.get(name, "other") for name in ledger.elements())
-    found = mean(kernels.total(), blocks)
-    expected = mean(ledger.total(), blocks)
+    by_name = {name: mean(count, blocks) for name, count in kernels.items() if count}
     # A copy always differs: no launch of the ledger is one.
-    is_equal = kernels.total() == ledger.total() and not traced_kinds["copy"]
-    differing = []
-    for group in sorted({*traced_kinds, *counted}):
-        its = [name for name, count in kernels.items() if count and kind(name) == group]
-        names = ", ".join(its) or "none"
-        more = (traced_kinds[group] - counted[group]) / blocks
-        differing += [f"{group} {more:+g} ({names})"] if more else []
-    verdict = "equal" if is_equal else f"differs: {'; '.join(differing)}"
+    has_copy = any(name.lower().startswith(("memcpy", "memset")) for name in by_name)
     return {
-        "kernels_per_block": found,
-        "ledger_per_block": expected,
-        "equal": is_equal,
-        "per_block_by_class": {group: mean(n, blocks) for group, n in traced_kinds.items() if n},
-        "line": f"{found} kernels per block, the ledger's {expected}: {verdict}",
+        "kernels_per_block": mean(kernels.total(), blocks),
+        "ledger_per_block": mean(ledger.total(), blocks),
+        "equal": kernels.total() == ledger.total() and not has_copy,
+        "kernels": by_name,
+        "ledger": {name: mean(count, blocks) for name, count in ledger.items()},
     }
 
 
@@ -169,7 +112,11 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
             ledger = total(launches(packed, batch, filled + 8)[2:])
             rows[name] = compare(difference(*map(Counter, names)), ledger, len(packed.blocks) - 1)
             rows[name]["kernels_per_step"] = len(names[0])
-            print(f"{name}: {len(names[0])} kernels in a step, {rows[name]['line']}")
+            found = (
+                f"{len(names[0])} kernels in a step, {rows[name]['kernels_per_block']} per block"
+            )
+            verdict = "equal" if rows[name]["equal"] else f"differs: {rows[name]}"
+            print(f"{name}: {found}, the ledger's {rows[name]['ledger_per_block']}: {verdict}")
     return {"model": spec, "batch": batch, "arms": rows}
 
 

@@ -47,14 +47,14 @@ STUDIES = {
 }
 VMAMBA = """
 VMamba's row is not reproduced. The paper prints 0 strict and 36 practical. Its model is not
-transformers', so ours is a stand-in (repro/fold_models.py): the 51 norms of VMamba-T where they
-are there, small widths, random weights. By the paper's rules 36 of these fold, but strictly,
-with nothing inserted: all but the 15 behind the selective scans, and each of those would take a
-centring right in front (51 practical). So 36 is met as another count, and why the paper has 0
-strict, though its rules centre the convolutions in the stem, is not known: it does not say how
-VMamba was counted. Exactly, 5 fold strictly and 10 with one centring: in the first three stages
-the residual stream is read by a convolution that halves the picture, not by a norm, and that
-would feel a centred stream.
+transformers', so ours is a stand-in (repro/fold_models.py of commit 13b73f1): the 51 norms of
+VMamba-T where they are there, small widths, random weights. By the paper's rules 36 of these
+fold, but strictly, with nothing inserted: all but the 15 behind the selective scans, and each
+of those would take a centring right in front (51 practical). So 36 is met as another count, and
+why the paper has 0 strict, though its rules centre the convolutions in the stem, is not known:
+it does not say how VMamba was counted. Exactly, 5 fold strictly and 10 with one centring: in
+the first three stages the residual stream is read by a convolution that halves the picture, not
+by a norm, and that would feel a centred stream.
 """
 
 
@@ -215,7 +215,7 @@ def table3(records: list[dict[str, Any]]) -> str:
     """Return the paper's Table 3 beside our counts, by its rules and exactly."""
     lines = []
     for record in records:
-        if record["model"] in TABLE3:
+        if record["model"] in TABLE3 and "total" in record:
             total, strict, practical = TABLE3[record["model"]]
             rules = record["paper_rules"]
             line = [record["model"], total, f"{strict}, {practical}"]

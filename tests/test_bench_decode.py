@@ -80,8 +80,6 @@ def test_every_arm_is_checked_timed_and_written(run, tmp_path, capsys):
             row = record["arms"][name]
             assert row["same_tokens"] == 4 and row["error"] < 1e-5
             assert row["tokens_per_s"] == pytest.approx(record["batch"] * 1e3 / row["ms_per_token"])
-        for ratio in record["speed_ups"].values():
-            assert ratio["low"] <= ratio["median"] <= ratio["high"]
         # no Hugging Face model of a run folder
         assert not record["random_weights"] and record["missing"]
     text = (out / "README.md").read_text()
@@ -107,21 +105,14 @@ def test_other_layouts_keep_their_norms(norm, tmp_path, capsys):
         assert row["same_tokens"] == 4 and row["error"] < 1e-5
         assert row["norm_launches_per_block"] > 0
     assert record["norm_type"] == norm and (tmp_path / "out" / "decode.png").exists()
-    bench_decode.main([spec, "--ledger", "--context=16"])
-    (ledger,) = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"]
-    assert set(ledger["arms"]) == {"own", "own_fused"}
-    for words in ((), ("--ledger", "--context=16"), ("--trace", f"--out={tmp_path}")):
-        with pytest.raises(UserError, match=f"A rms puts other norms .*norm_type={norm}"):
-            bench_decode.main([spec, "--arms=O,A", "--peers=false", *FAST, *words])
+    with pytest.raises(UserError, match=f"A rms puts other norms .*norm_type={norm}"):
+        bench_decode.main([spec, "--arms=O,A", "--peers=false", *FAST])
 
 
 def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
     run, tmp_path, monkeypatch, capsys
 ):
-    """The first arm, in bfloat16, is refused; peers compile for one batch size each; and the third
-    of them fails.
-    """
-    sizes = []
+    """The first arm, in bfloat16, is refused, and the third batch size fails."""
 
     def wrong(twin, level):
         packed = pack(twin, level)
@@ -129,13 +120,7 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
             block.up.weight = block.up.weight * 1.2
         return packed
 
-    def double(x):
-        return 2 * x
-
     def calls_of(config, spec, model, idx, missing):
-        torch.compile(double, backend=lambda graph, inputs: sizes.append(inputs) or graph.forward)(
-            torch.ones(len(idx))
-        )
         if len(idx) == 4:
             raise UserError("no more memory")
         return {}, {}
@@ -154,11 +139,8 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
                 "--dtype=bfloat16",
                 f"--out={tmp_path / 'out'}",
                 *FAST,
-                "--compiled=true",
             ]
         )
-    # no size is open
-    assert [[tuple(part.shape) for part in inputs] for inputs in sizes] == [[(2,)], [(3,)], [(4,)]]
     records = [
         json.loads(line) for line in (tmp_path / "out" / "decode.jsonl").read_text().splitlines()
     ]
@@ -179,15 +161,6 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
     )
     with pytest.raises(UserError, match="batch 1: no arm passed its check: rms: it is off"):
         bench_decode.main([str(run), "--arms=A", *FAST])
-
-
-def test_a_compiled_step_decodes_the_same(run, capsys):
-    """torch.compile and the cache that it writes in place: the program's own checks pass."""
-    bench_decode.main(
-        [str(run), "--arms=D", "--peers=false", "--tokens=4", "--rounds=6", "--device=cpu"]
-    )
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]["arms"]
-    assert rows["coupled_fused"]["same_tokens"] == 4
 
 
 def test_an_interrupt_keeps_the_rounds_so_far(run, tmp_path, monkeypatch):
@@ -239,17 +212,6 @@ def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
     assert "hf_static is not compiled here" in report.table(record)
 
 
-def test_a_model_that_transformers_cannot_load_is_not_timed(monkeypatch):
-    def refused(spec, model):
-        raise RuntimeError("Error(s) in loading state_dict\n\tMissing key(s)")
-
-    monkeypatch.setattr(peers, "hf_model", refused)
-    missing = []
-    config = bench_decode.DecodeBenchConfig()
-    assert peers.calls_of(config, "random:gpt2", None, None, missing) == ({}, {})
-    assert missing == ["Hugging Face: RuntimeError: Error(s) in loading state_dict"]
-
-
 def test_a_folder_without_gpt_fast_is_refused(run, tmp_path):
     with pytest.raises(UserError, match=r"there is no generate\.py"):
         bench_decode.main([str(run), "--arms=A", "--peers=false", f"--gpt_fast={tmp_path}", *FAST])
@@ -297,28 +259,6 @@ def test_traces(run, tmp_path, capsys):
         == 9
     )
     assert json.loads((tmp_path / "trace" / "rms-1.json").read_text())["traceEvents"]
-    kinds = {
-        "triton_per_fused_add_mul_rsqrt_0": "norm",
-        "vector_kernel": "product",
-        "attend_kernel": "attention",
-        "ampere_bf16_s16816gemm_bf16_64x64": "product",
-        "triton_poi_fused_mean_rsqrt_silu_split_3": "activation",
-        "heads_kernel": "heads",
-        "take_kernel": "other",
-        "Memset (Device)": "copy",
-        "activation_kernel": "activation",
-        "combine_kernel": "attention",
-        "forward_kernel": "norm",
-        "triton_poi_fused_addmm_gelu_0": "activation",
-        "triton_red_fused_mm_t_view_2": "product",
-        "triton_red_fused__to_copy_add_mean_mm_pow_3": "product",
-        "triton_red_fused_mm_silu_split_4": "product",
-        "triton_red_fused__unsafe_view_argmax_4": "other",
-        "triton_red_fused_mean_mm": "product",
-        "aten::scaled_dot_product_attention": "attention",
-        "aten::addmm": "product",
-    }
-    assert {name: trace.kind(name) for name in kinds} == kinds
 
 
 def test_a_trace_without_kernels_is_refused(monkeypatch):
@@ -330,76 +270,47 @@ def test_a_trace_without_kernels_is_refused(monkeypatch):
 
 
 def test_a_trace_is_compared_with_the_ledger():
-    """A made-up trace of two blocks: as many kernels as launches; one copy more; a norm that came
-    back.
+    """A made-up trace of two blocks: as many kernels as launches; a copy in place of one; and two
+    compilations, of which the shorter one has other numbers and kernels that the longer one lacks.
     """
-    kernels = Counter(
-        {
-            "triton_red_fused_add_mean_rsqrt_1": 2,
-            "nvjet_qkv": 2,
-            "heads_kernel": 2,
-            "attend_kernel": 2,
-            "gemv2T_kernel": 4,
-            "triton_poi_fused_silu_3": 2,
-            "nvjet_addmm": 2,
-        }
-    )
-    ledger = Counter(
-        {"norm": 2, "matmul": 4, "heads": 2, "attend": 2, "matmul_add": 4, "activation": 2}
-    )
+    kernels = Counter({"triton_red_fused_add_1": 2, "nvjet": 2, "gemv2T_kernel": 4})
+    ledger = Counter({"norm": 2, "matmul": 6})
     found = trace.compare(kernels, ledger, 2)
-    assert found["equal"] and found["line"] == "8 kernels per block, the ledger's 8: equal"
-    assert found["per_block_by_class"] == {
-        "norm": 1,
-        "product": 4,
-        "heads": 1,
-        "attention": 1,
-        "activation": 1,
-    }
+    assert found["equal"] and found["kernels_per_block"] == found["ledger_per_block"] == 4
+    assert found["kernels"] == {"triton_red_fused_add_1": 1, "nvjet": 1, "gemv2T_kernel": 2}
+    assert found["ledger"] == {"norm": 1, "matmul": 3}
     copies = Counter({"Memcpy DtoD (Device -> Device)": 2})
-    found = trace.compare(kernels + copies, ledger, 2)
-    assert not found["equal"] and "copy +1 (Memcpy DtoD (Device -> Device))" in found["line"]
-    assert found["line"].startswith("9 kernels per block, the ledger's 8: differs")
-    # 8, and a copy
-    assert not trace.compare(kernels - Counter({"nvjet_qkv": 2}) + copies, ledger, 2)["equal"]
-    assert (
-        "norm -1 (none)"
-        in trace.compare(kernels - Counter({"triton_red_fused_add_mean_rsqrt_1": 2}), ledger, 2)[
-            "line"
-        ]
-    )
-    # Two compilations: the shorter one has other numbers, and a kernel that the longer one lacks.
+    assert not trace.compare(kernels - Counter({"nvjet": 2}) + copies, ledger, 2)["equal"]
     whole = kernels + Counter({"embed_kernel": 1, "triton_red_fused_mean_9": 1})
-    whole["triton_poi_fused_silu_3"] += 1
-    shorter = Counter({"embed_kernel": 1, "triton_red_fused_mean_5": 1, "triton_poi_fused_gelu": 1})
+    shorter = Counter({"embed_kernel": 1, "triton_red_fused_mean_5": 1})
     again = trace.compare(trace.difference(whole, shorter), ledger, 2)
-    assert again == trace.compare(kernels, ledger, 2)
+    assert again["equal"] and again["kernels"].keys() == {"triton_red_fused_add", *kernels} - {
+        "triton_red_fused_add_1"
+    }
     shorter["argmax_kernel"] = 2
     again = trace.compare(trace.difference(whole, shorter), ledger, 2)
-    assert not again["equal"] and "other -1 (argmax_kernel)" in again["line"]
+    assert not again["equal"] and again["kernels"]["argmax_kernel"] == -1
 
 
 def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
+    """Launches overlap on some GPUs, but never the library's."""
     config = bench_decode.DecodeBenchConfig()
     cuda, cpu, (a, c) = torch.device("cuda"), torch.device("cpu"), arms.find_arms("A,C")
-    monkeypatch.setattr(bench_decode, "can_overlap", lambda _: True)
-    assert config.variants(a, "plain", cuda) == [("rms", True, False), ("rms_tuned", True, True)]
-    assert config.variants(c, "fused", cuda) == [
-        ("rms_fused", False, False),
-        ("rms_fused_tuned", False, True),
-    ]
-    # the library's launches do not overlap
-    assert config.variants(c, "library", cuda) == [("rms_fused", False, False)]
-    assert (
-        config.variants(a, "plain", cpu) == [("rms", True, False)]
-        and config.variants(c, "fused", cpu)[0][1]
-    )
     forced = dataclasses.replace(config, tuning="on")
-    assert forced.variants(a, "plain", cuda) == [("rms", True, True)]
-    assert forced.variants(c, "fused", cuda) == [("rms_fused", False, True)]
-    monkeypatch.setattr(bench_decode, "can_overlap", lambda _: False)
-    # no such launches there
-    assert config.variants(c, "fused", cuda) == [("rms_fused", False, False)]
+    plain, tuned = ("rms_fused", False, False), ("rms_fused_tuned", False, True)
+    both = [("rms", True, False), ("rms_tuned", True, True)]
+    for its, arm, level, device, overlap, expected in (
+        (config, a, "plain", cuda, True, both),
+        (config, c, "fused", cuda, True, [plain, tuned]),
+        (config, c, "library", cuda, True, [plain]),
+        (config, a, "plain", cpu, True, both[:1]),
+        (config, c, "fused", cpu, False, [("rms_fused", True, False)]),
+        (forced, a, "plain", cuda, True, [("rms", True, True)]),
+        (forced, c, "fused", cuda, True, [("rms_fused", False, True)]),
+        (config, c, "fused", cuda, False, [plain]),
+    ):
+        monkeypatch.setattr(bench_decode, "can_overlap", lambda _, overlap=overlap: overlap)
+        assert its.variants(arm, level, device) == expected
     times = {
         "rms": [3.0] * 6,
         "rms_tuned": [2.0] * 6,
@@ -419,13 +330,8 @@ def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
 
 
 def test_last_token_protocol(monkeypatch, tmp_path, capsys):
-    """Of the compiled arms the folded taper alone goes through inductor."""
-    compiled, inductor = [], last_token.compiled_alone
 
     def compiled_alone(function):
-        compiled.append(function)
-        if len(compiled) == 4:  # in the order of last_token.ARMS
-            return inductor(function)
         return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
 
     monkeypatch.setattr(last_token, "compiled_alone", compiled_alone)
@@ -441,7 +347,6 @@ def test_last_token_protocol(monkeypatch, tmp_path, capsys):
     assert [(row["batch"], row["context"], row["mode"]) for row in rows] == [
         (2, 24, mode) for mode in ("eager", "compiled", "cached")
     ]
-    assert len(compiled) == 4 and list(last_token.ARMS)[1:4:2] == ["taper", "taper_folded"]
     ratios = {"taper/rms", "rms_folded/rms", "taper_folded/rms", "taper_folded/rms_folded"}
     assert all(set(row["speed_up"]) == ratios for row in rows)
     text = (tmp_path / "last_token.md").read_text()

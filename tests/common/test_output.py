@@ -17,7 +17,6 @@ from helpers import ROOT, TINY
 import distill
 import hellaswag
 import report
-from bench import aot
 from bench import fold as bench_fold
 from common.errors import CheckpointError, HFError, UserError
 from common.output import whole_folder, write_bytes_atomically, write_results
@@ -72,7 +71,6 @@ WRITERS = {
         '{"spec": "x", "blocks": []}',
     ),
     "bench/fold": (bench_fold.main, ["nowhere", "--out="], '{"spec": "x", "folded": 1}'),
-    "bench/aot": (aot.main, ["--sm=90", "--out="], "triton 3.9.0"),
     "report": (report.main, [str(ROOT / RUN), "--plot="], "\x89PNG"),
 }
 
@@ -98,7 +96,7 @@ def test_a_file_that_the_user_names_is_kept_unless_it_is_the_programs_own(progra
         main(command)
         assert path.stat().st_size > 1000
     else:  # goes on, to the next thing that is wrong
-        with pytest.raises(UserError, match=r"nowhere|TRITON_INTERPRET|a: cannot be read"):
+        with pytest.raises(UserError, match=r"nowhere|a: cannot be read"):
             main(command)
 
 

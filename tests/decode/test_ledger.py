@@ -240,20 +240,9 @@ def test_only_pre_norm_layouts_take_other_arms():
         assert arms_of("auto", model) == arms_of("O,P", model) == find_arms("O,P")
         with pytest.raises(ConfigError, match=r"arms: B coupled .*: take O,P"):
             arms_of("P,B", model)
-    assert {norm for norm in NORM_TYPES if norm in others} == {
-        "post",
-        "deepnorm",
-        "mixln",
-        "peri",
-        "olmo2",
-        "hybrid",
-        "keel",
-        "dyt",
-        "derf",
-        "bhyt",
-        "gatednorm",
-        "seednorm",
-    }
+    of_sums = {"post", "deepnorm", "mixln", "peri", "olmo2", "hybrid", "keel"}
+    own = {"dyt", "derf", "bhyt", "gatednorm", "seednorm"}
+    assert others & NORM_TYPES.keys() == of_sums | own
     assert not others & {"rms-full", "partial", "taper-layer", "coupled-end"}
     assert {"dyt-common", "peri-layer", "coupled-outputs"} <= others
 
@@ -290,26 +279,14 @@ def test_ledger_of_the_program(capsys):
     for row in rows.values():
         expected = ledger["floor_ms_per_token"] + 1.3e-3 * row["launches_per_step"]
         assert row["predicted_ms_per_token"] == pytest.approx(expected)
-    assert rows["coupled"]["launches_per_step"] == rows["rms"]["launches_per_step"] - 12
-    assert (
-        json.loads(json.dumps(ledger)) == ledger
-        and "| coupled | 8 (1): 0." in capsys.readouterr().out
-    )
+    assert "| coupled | 8 (1): 0." in capsys.readouterr().out
     several = run_ledger(dataclasses.replace(config, batch=(2.0, 64.0)), "random:gpt2")
     assert [one["batch"] for one in several] == [2, 64]
     assert [one["arms"]["rms_fused"]["launches_per_block"] for one in several] == [5, 7]
 
 
 def test_wrong_settings_are_refused():
-    for word in (
-        "--arms=A,Z",
-        "--batch=0",
-        "--tokens=1",
-        "--trace",
-        "--rounds=5",
-        "--library_from=0",
-        "--tuning=x",
-    ):
+    for word in ("--arms=A,Z", "--batch=0", "--trace", "--rounds=5", "--tuning=x"):
         with pytest.raises(ConfigError):
             main(["random:gpt2", word])
     assert [arm.letter for arm in find_arms("D,rms,D,A")] == ["D", "A"]
@@ -341,11 +318,6 @@ def test_arms_keep_the_gain_of_a_scaled_norm():
     assert distance(definition(twin, idx, 12), definition(model, idx, 12)) < 1e-13
 
 
-def test_exact_logits_of_local_blocks():
-    model, idx = make("gemma3", "cbwc"), prompt(2, 20)
-    assert distance(exact_logits(model, idx), model(idx)) < 1e-13
-
-
 def test_exact_logits_and_the_check_before_timing():
     model, idx = make("llama", "coupled", init_std=0.3), prompt(1)
     out = model.generate(idx, 6, temperature=0)
@@ -365,9 +337,7 @@ def test_exact_logits_and_the_check_before_timing():
     ):
         check_arm(model, Decoder(wrong, 1, 20), idx, 6)
     model = make("llama", "coupled", init_std=0.3).bfloat16()
-    half, slightly = pack(model, "fused"), pack(model, "fused")
-    found = check_arm(model, Decoder(half, 1, 20), idx, 6)
-    assert found["error"] <= 1.05 * found["error_unfused"]
+    slightly = pack(model, "fused")
     for block in slightly.blocks:
         block.up.weight = block.up.weight * 1.1
     with pytest.raises(UserError, match=r"; 1\.5 times is allowed"):

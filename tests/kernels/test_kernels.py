@@ -196,7 +196,9 @@ def test_against_float64(name, dtype):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_plain_pytorch_in_float64(name):
     for given in ("y", "all"):
-        check_case(name, plain_case(20, 7, dtype=torch.float64, given=given))
+        for weights in ("same", "none"):
+            case = plain_case(20, 7, dtype=torch.float64, given=given, weights=weights, dims=3)
+            check_case(name, case)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
