@@ -112,7 +112,13 @@ def test_other_layouts_keep_their_norms(norm, tmp_path, capsys):
 def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
     run, tmp_path, monkeypatch, capsys
 ):
-    """The first arm, in bfloat16, is refused, and the third batch size fails."""
+    """The first arm, in bfloat16, is refused; peers compile for one batch size each; and the third
+    of them fails.
+    """
+    sizes = []
+
+    def double(x):
+        return 2 * x
 
     def wrong(twin, level):
         packed = pack(twin, level)
@@ -121,6 +127,9 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
         return packed
 
     def calls_of(config, spec, model, idx, missing):
+        torch.compile(double, backend=lambda graph, inputs: sizes.append(inputs) or graph.forward)(
+            torch.ones(len(idx))
+        )
         if len(idx) == 4:
             raise UserError("no more memory")
         return {}, {}
@@ -139,8 +148,11 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
                 "--dtype=bfloat16",
                 f"--out={tmp_path / 'out'}",
                 *FAST,
+                "--compiled=true",
             ]
         )
+    # no size is open
+    assert [[tuple(part.shape) for part in inputs] for inputs in sizes] == [[(2,)], [(3,)], [(4,)]]
     records = [
         json.loads(line) for line in (tmp_path / "out" / "decode.jsonl").read_text().splitlines()
     ]
@@ -161,6 +173,15 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
     )
     with pytest.raises(UserError, match="batch 1: no arm passed its check: rms: it is off"):
         bench_decode.main([str(run), "--arms=A", *FAST])
+
+
+def test_a_compiled_step_decodes_the_same(run, capsys):
+    """torch.compile and the cache that it writes in place: the program's own checks pass."""
+    bench_decode.main(
+        [str(run), "--arms=D", "--peers=false", "--tokens=4", "--rounds=6", "--device=cpu"]
+    )
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]["arms"]
+    assert rows["coupled_fused"]["same_tokens"] == 4
 
 
 def test_an_interrupt_keeps_the_rounds_so_far(run, tmp_path, monkeypatch):
@@ -210,6 +231,17 @@ def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
     assert "not compiled" not in report.table(record)
     record["arms"]["hf_static"] = record["arms"]["hf_eager"]
     assert "hf_static is not compiled here" in report.table(record)
+
+
+def test_a_model_that_transformers_cannot_load_is_not_timed(monkeypatch):
+    def refused(spec, model):
+        raise RuntimeError("Error(s) in loading state_dict\n\tMissing key(s)")
+
+    monkeypatch.setattr(peers, "hf_model", refused)
+    missing = []
+    config = bench_decode.DecodeBenchConfig()
+    assert peers.calls_of(config, "random:gpt2", None, None, missing) == ({}, {})
+    assert missing == ["Hugging Face: RuntimeError: Error(s) in loading state_dict"]
 
 
 def test_a_folder_without_gpt_fast_is_refused(run, tmp_path):

@@ -4,9 +4,12 @@ write. Nothing here asserts a time.
     python -m pytest tests/bench/test_kernels.py
 """
 
+import contextlib
+import gc
 import json
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -195,6 +198,87 @@ def test_whether_torchs_norm_is_quacks_is_recorded(monkeypatch):
     assert not kernel_arms.torch_runs_quack()
     monkeypatch.setitem(sys.modules, "torch._native.registry", None)  # an older torch
     assert not kernel_arms.torch_runs_quack()
+
+
+class FakeGraph:
+    """A CUDA graph that a CPU can play: runs what was captured, once at capture and at every
+    replay.
+    """
+
+    replays = 0
+
+    def replay(self):
+        FakeGraph.replays += 1
+
+
+class FakeEvent:
+    is_busy = False
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    @classmethod
+    def keep_busy(cls, cycles):
+        cls.is_busy = True
+
+    def record(self):
+        assert self.is_busy, "the GPU would wait for the host between the events"
+        self.at = FakeGraph.replays
+
+    def synchronize(self):
+        FakeEvent.is_busy = False
+
+    def elapsed_time(self, end):
+        return 1000.0 * (end.at - self.at)
+
+
+def test_the_gpus_path_up_to_the_gpu(monkeypatch):
+    """Streams, graphs and events replaced: every phase is captured after a warm-up, in the pool of
+    its phase, replayed and timed once a call. A graph keeps what it reads and nothing else.
+    """
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    pools = []
+
+    @contextlib.contextmanager
+    def capture(graph, pool, stream):
+        pools.append(pool)
+        yield
+
+    for name, value in {
+        "Stream": lambda: stream,
+        "stream": contextlib.nullcontext,
+        "CUDAGraph": FakeGraph,
+        "current_stream": lambda: stream,
+        "synchronize": lambda device=None: None,
+        "Event": FakeEvent,
+        "graph": capture,
+        "graph_pool_handle": object,
+        "empty_cache": lambda: None,
+        "_sleep": FakeEvent.keep_busy,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    case, calls, made = Case("add_rms_norm", 8, 16, torch.float32, CPU), [], []
+    case.device = CUDA
+
+    def arm(x, a, w):
+        calls.append(x)
+        outputs = OPERATORS["add_rms_norm"].plain(x, a, w)
+        made.extend(weakref.ref(output) for output in outputs)
+        return outputs
+
+    forward, moves = kernels.calls_of(case, "forward", {"arm": arm}, [])
+    assert len(calls) == 3 and set(moves) == {"copy: cudaMemcpy", "copy: triton"}
+    gc.collect()
+    assert all(output() is None for output in made)
+    backward, _ = kernels.calls_of(case, "backward", {"arm": arm}, [])
+    assert len(calls) == 4  # once, outside the graph
+    gc.collect()
+    # a replay reads what this forward saved
+    assert all(output() is not None for output in made[-2:])
+    assert len(pools) == 6 and len({*pools[:3]}) == len({*pools[3:]}) == 1 and len({*pools}) == 2
+    calls = {"forward": forward["arm"], "backward": backward["arm"]}
+    times = timing.time_arms(calls, 3, CUDA, steps=2, cycles=9)
+    assert times == {"forward": [1.0] * 3, "backward": [1.0] * 3}
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,11 @@ def test_arms_keep_the_gain_of_a_scaled_norm():
     assert distance(definition(twin, idx, 12), definition(model, idx, 12)) < 1e-13
 
 
+def test_exact_logits_of_local_blocks():
+    model, idx = make("gemma3", "cbwc"), prompt(2, 20)
+    assert distance(exact_logits(model, idx), model(idx)) < 1e-13
+
+
 def test_exact_logits_and_the_check_before_timing():
     model, idx = make("llama", "coupled", init_std=0.3), prompt(1)
     out = model.generate(idx, 6, temperature=0)
