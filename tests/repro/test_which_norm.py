@@ -19,6 +19,7 @@ import pytest
 import study_rederived as anew
 from helpers import ROOT
 
+from repro import which_norm
 from repro.which_norm import CONDITIONS, MARKERS, Curve, Difference, put
 
 KEPT = ROOT / "results/cpu/which_norm"
@@ -118,6 +119,28 @@ def test_the_card_is_that_of_a_second_implementation(page):
     if page == PAGES[0]:
         said = "; ".join(f"{name} {nats:.4f}" for name, nats in worth.items())
         assert f"What settings are worth to `rms` in the wide shape, nats: {said}." in text
+
+
+def test_what_the_stages_concluded_comes_out_again():
+    """The numbers that the study's first program left behind, to the last digit but rounding."""
+    rows = {(row.condition.archive, row.arm): row for row in which_norm.all_differences()}
+    recorded = {
+        name: json.loads((KEPT / f"{name}.json").read_text())
+        for name in ("verdict", "muon", "tokens", "margin")
+    }
+    for arm, found in recorded["verdict"]["arms"].items():
+        for shape, numbers in found["shapes"].items():
+            estimate = rows[f"which_norm/verdict-{shape}", arm].estimate
+            assert (estimate.mean, estimate.se) == pytest.approx(
+                (numbers["difference"], numbers["se"])
+            )
+        p = which_norm.in_both_shapes(recorded["verdict"]["margin"])[arm]
+        assert p == pytest.approx(found["p_below_margin"], rel=1e-9)
+    for stage in ("muon", "tokens"):
+        for arm, numbers in recorded[stage]["arms"].items():
+            low, high = rows[f"which_norm/{stage}-W", arm].estimate.interval()
+            assert (low, high) == pytest.approx((numbers["low"], numbers["high"]))
+    assert which_norm.declared_margin() == pytest.approx(recorded["margin"]["margin"])
 
 
 def test_a_shape_that_is_not_whole_or_diverged_has_no_verdict():
