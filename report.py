@@ -515,12 +515,9 @@ def write_report(report: Report, out: Path, pictures: bool) -> None:
 
 
 def terminal_table(report: Report) -> str:
-    """Return the arms in the loss to decide by, at most 80 characters a line; "" without one."""
-    rows = [row for row in report.judged if row.metric is report.judged[0].metric]
-    if not rows:
-        return ""
-    metric = rows[0].metric
-    found = {row.arm: row for row in rows}
+    """Return the arms in the loss to decide by, at most 80 characters a line."""
+    metric = report.judged[0].metric if report.judged else METRICS["val_loss"]
+    found = {row.arm: row for row in report.judged if row.metric is metric}
     lines = [["arm", "seeds", "mean", "SD", "differs", "95 % (Holm)", "verdict"]]
     for place, (arm, runs) in enumerate(report.compared.items()):
         name = short_name(arm)
@@ -529,7 +526,7 @@ def terminal_table(report: Report) -> str:
         mean, sd = mean_and_sd(metric, runs)
         line = [name, str(len(runs)), number(mean), number(sd)]
         row = found.get(arm)
-        tests = ["", "", ""]
+        tests = ["", "", "" if arm == report.baseline else NO_VERDICT]
         if row is not None:
             tests = [row.show(row.estimate.mean), row.show_interval(row.verdict.interval)]
             tests.append(row.two_words)
@@ -544,8 +541,7 @@ def terminal_table(report: Report) -> str:
 
 def said(report: Report) -> str:
     """Return what the program prints: a table, verdicts, what is not judged or left out."""
-    table = terminal_table(report)
-    parts = [table] if table else []
+    parts = [terminal_table(report)]
     parts += verdict_sentences(report.judged, report.unjudged)
     if not report.rows:
         parts.append(ALONE)
