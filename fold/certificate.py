@@ -353,14 +353,14 @@ def run(model: nn.Module, inputs: Inputs, widen: bool = True) -> Any:
 
 @torch.no_grad()
 def randomize(model: nn.Module) -> None:
-    """Move all parameters by random amounts, in place.
+    """Move all parameters by random amounts, in place; masks, which have infinities, stay.
 
     Vectors (gains, biases) move by 0.3 times a standard normal. In all others every row, every
     column and so on gets an offset of its own, so that no mean is zero by accident.
     """
     generator = torch.Generator().manual_seed(SEED)
     for parameter in model.parameters():
-        if not parameter.is_floating_point():
+        if not parameter.is_floating_point() or not parameter.isfinite().all():
             continue
         is_vector = parameter.dim() < 2
         size = 0.3

@@ -104,7 +104,10 @@ def test_model_and_random_stream_are_left_alone():
 def test_random_weights_have_no_zero_means():
     model = nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm(6), nn.Linear(6, 4))
     nn.init.zeros_(model[0].weight)
+    mask = torch.tensor([[0, -torch.inf]])
+    model.mask = nn.Parameter(mask.clone())  # as in swin_transformer_pytorch
     randomize(model)
+    assert torch.equal(model.mask, mask)
     for weight in (model[0].weight, model[2].weight):
         assert min(weight.mean(0).abs().min(), weight.mean(1).abs().min()) > 1e-4
     assert model[1].bias.abs().max() > 0 and model[1].weight.std() > 0.05
