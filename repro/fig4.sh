@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # CoupledNorm's Figure 4 (Loretz & Hochreiter 2026): one step of Qwen3-1.7B at batch 8 under the
-# profiler; here with both fused arms in addition to the paper's two. On a GPU. Writes
-# OUT (results/DEVICE/trace): a Chrome trace for each arm; prints kernels per block,
+# profiler, norms marked; here with both fused arms in addition to the paper's two. On a GPU. Writes
+# OUT (results/DEVICE/trace): a Chrome trace for each arm, and a picture; prints kernels per block,
 # and whether their number is that of the launch ledger.
 #
 #   repro/fig4.sh [--key=value ...]

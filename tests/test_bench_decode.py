@@ -291,6 +291,29 @@ def test_traces(run, tmp_path, capsys):
         == 9
     )
     assert json.loads((tmp_path / "trace" / "rms-1.json").read_text())["traceEvents"]
+    assert (tmp_path / "trace" / "trace-1.png").exists()
+    kinds = {
+        "triton_per_fused_add_mul_rsqrt_0": "norm",
+        "vector_kernel": "product",
+        "attend_kernel": "attention",
+        "ampere_bf16_s16816gemm_bf16_64x64": "product",
+        "triton_poi_fused_mean_rsqrt_silu_split_3": "activation",
+        "heads_kernel": "heads",
+        "take_kernel": "other",
+        "Memset (Device)": "copy",
+        "activation_kernel": "activation",
+        "combine_kernel": "attention",
+        "forward_kernel": "norm",
+        "triton_poi_fused_addmm_gelu_0": "activation",
+        "triton_red_fused_mm_t_view_2": "product",
+        "triton_red_fused__to_copy_add_mean_mm_pow_3": "product",
+        "triton_red_fused_mm_silu_split_4": "product",
+        "triton_red_fused__unsafe_view_argmax_4": "other",
+        "triton_red_fused_mean_mm": "product",
+        "aten::scaled_dot_product_attention": "attention",
+        "aten::addmm": "product",
+    }
+    assert {name: trace.kind(name) for name in kinds} == kinds
 
 
 def test_a_trace_without_kernels_is_refused(monkeypatch):
@@ -302,26 +325,53 @@ def test_a_trace_without_kernels_is_refused(monkeypatch):
 
 
 def test_a_trace_is_compared_with_the_ledger():
-    """A made-up trace of two blocks: as many kernels as launches; a copy in place of one; and two
-    compilations, of which the shorter one has other numbers and kernels that the longer one lacks.
+    """A made-up trace of two blocks: as many kernels as launches; one copy more; a norm that came
+    back.
     """
-    kernels = Counter({"triton_red_fused_add_1": 2, "nvjet": 2, "gemv2T_kernel": 4})
-    ledger = Counter({"norm": 2, "matmul": 6})
+    kernels = Counter(
+        {
+            "triton_red_fused_add_mean_rsqrt_1": 2,
+            "nvjet_qkv": 2,
+            "heads_kernel": 2,
+            "attend_kernel": 2,
+            "gemv2T_kernel": 4,
+            "triton_poi_fused_silu_3": 2,
+            "nvjet_addmm": 2,
+        }
+    )
+    ledger = Counter(
+        {"norm": 2, "matmul": 4, "heads": 2, "attend": 2, "matmul_add": 4, "activation": 2}
+    )
     found = trace.compare(kernels, ledger, 2)
-    assert found["equal"] and found["kernels_per_block"] == found["ledger_per_block"] == 4
-    assert found["kernels"] == {"triton_red_fused_add_1": 1, "nvjet": 1, "gemv2T_kernel": 2}
-    assert found["ledger"] == {"norm": 1, "matmul": 3}
-    copies = Counter({"Memcpy DtoD (Device -> Device)": 2})
-    assert not trace.compare(kernels - Counter({"nvjet": 2}) + copies, ledger, 2)["equal"]
-    whole = kernels + Counter({"embed_kernel": 1, "triton_red_fused_mean_9": 1})
-    shorter = Counter({"embed_kernel": 1, "triton_red_fused_mean_5": 1})
-    again = trace.compare(trace.difference(whole, shorter), ledger, 2)
-    assert again["equal"] and again["kernels"].keys() == {"triton_red_fused_add", *kernels} - {
-        "triton_red_fused_add_1"
+    assert found["equal"] and found["line"] == "8 kernels per block, the ledger's 8: equal"
+    assert found["per_block_by_class"] == {
+        "norm": 1,
+        "product": 4,
+        "heads": 1,
+        "attention": 1,
+        "activation": 1,
     }
+    copies = Counter({"Memcpy DtoD (Device -> Device)": 2})
+    found = trace.compare(kernels + copies, ledger, 2)
+    assert not found["equal"] and "copy +1 (Memcpy DtoD (Device -> Device))" in found["line"]
+    assert found["line"].startswith("9 kernels per block, the ledger's 8: differs")
+    # 8, and a copy
+    assert not trace.compare(kernels - Counter({"nvjet_qkv": 2}) + copies, ledger, 2)["equal"]
+    assert (
+        "norm -1 (none)"
+        in trace.compare(kernels - Counter({"triton_red_fused_add_mean_rsqrt_1": 2}), ledger, 2)[
+            "line"
+        ]
+    )
+    # Two compilations: the shorter one has other numbers, and a kernel that the longer one lacks.
+    whole = kernels + Counter({"embed_kernel": 1, "triton_red_fused_mean_9": 1})
+    whole["triton_poi_fused_silu_3"] += 1
+    shorter = Counter({"embed_kernel": 1, "triton_red_fused_mean_5": 1, "triton_poi_fused_gelu": 1})
+    again = trace.compare(trace.difference(whole, shorter), ledger, 2)
+    assert again == trace.compare(kernels, ledger, 2)
     shorter["argmax_kernel"] = 2
     again = trace.compare(trace.difference(whole, shorter), ledger, 2)
-    assert not again["equal"] and again["kernels"]["argmax_kernel"] == -1
+    assert not again["equal"] and "other -1 (argmax_kernel)" in again["line"]
 
 
 def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
