@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from common.errors import UserError
 from common.output import writing
 from decode.arms import arms_of, packed_arm
-from decode.ledger import launches, mean, total
+from decode.ledger import PRODUCTS, launches, mean, total
 from decode.step import Decoder
 from model import GPT
 
@@ -57,7 +57,7 @@ LAUNCHES = {
     "heads": "heads",
     "activation": "activation",
     **dict.fromkeys(("attend", "heads_attend", "combine"), "attention"),
-    **dict.fromkeys(("matmul", "matmul_add", "project"), "product"),
+    **dict.fromkeys(("matmul", "matmul_add", "project", *PRODUCTS), "product"),
 }
 WINDOW = 40  # kernels in the picture
 COLOURS = {
