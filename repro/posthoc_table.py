@@ -112,6 +112,25 @@ def models_of(
     return models
 
 
+def settings_of(runs: Path, seed: int) -> dict[str, Any]:
+    """Return what the models of a seed must have in common: learning rate and dtype.
+
+    Raises ConfigError if they differ.
+    """
+    own: dict[str, Any] = {}
+    for name in ("student-0", "student-1", "teacher-longer", "teacher"):
+        run = runs / f"{name}-{seed}"
+        config = read_log(run)[0]["config"]
+        keys = ("dtype",) if name == "teacher" else ("dtype", "learning_rate")
+        for key in keys:
+            if config[key] != own.setdefault(key, config[key]):
+                raise ConfigError(
+                    f"{run}: has {key}={config[key]}, the student {own[key]}: remove the older "
+                    "run and train it again"
+                )
+    return own
+
+
 def judge_seed(runs: Path, seed: int, text: str, results: Path) -> None:
     """Judge the models of a seed on all held-out windows, and add them to windows.jsonl.xz.
 
@@ -121,7 +140,7 @@ def judge_seed(runs: Path, seed: int, text: str, results: Path) -> None:
     Raises:
         ConfigError: the file has the windows of another text, or seeds with another learning rate.
     """
-    settings = read_log(runs / f"student-0-{seed}")[0]["config"]
+    settings = settings_of(runs, seed)
     teacher = load_model(str(runs / f"teacher-{seed}"))
     faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
     length = teacher.config.block_size
