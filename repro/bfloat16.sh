@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Does bfloat16 on a CPU train as float32 does? The demo's first 300 steps, four norm types, four
 # seeds, in both types, one core a run. Then the speed of steps by width, and beside upstream
-# nanoGPT, each with its table. Writes runs and times to results/cpu/bfloat16/. About half an hour on
-# two CPU cores with AMX.
+# nanoGPT. Writes results/cpu/bfloat16/. About half an hour on two CPU cores with AMX.
 #
 #   repro/bfloat16.sh ../nanoGPT     a clone of karpathy/nanoGPT
 set -euo pipefail
@@ -49,3 +48,5 @@ bench nanogpt-small config/shakespeare_char.py --dropout=0 --vocab_size=65 $smal
   --nanogpt="$1" --arms="$arms" --rounds=60 --steps=2
 bench nanogpt-10m config/shakespeare_char.py --dropout=0 --vocab_size=65 --batch_size=12 \
   --compile=auto --nanogpt="$1" --arms="$arms" --rounds=12
+
+"$PYTHON" repro/bfloat16_table.py $results

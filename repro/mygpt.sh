@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The chapter's comparison of LayerNorm and RMSNorm on Tiny Shakespeare, 2,000 steps, in its own
-# initialisation (unit-normal embeddings) and in GPT-2's, each with its table. About five minutes on
-# two CPU cores.
+# initialisation (unit-normal embeddings) and in GPT-2's. Writes results/cpu/mygpt/. About five
+# minutes on two CPU cores.
 #
 #   python data/shakespeare_char/prepare.py      makes data/shakespeare_char, which this needs
 #   repro/mygpt.sh [--key=value ...]
@@ -13,6 +13,4 @@ for init in torch gpt2; do
       --out_dir=out/mygpt/$init-$norm "$@"
   done
 done
-for init in torch gpt2; do
-  "$PYTHON" report.py out/mygpt/$init-*
-done
+"$PYTHON" repro/mygpt_table.py out/mygpt results/cpu/mygpt

@@ -22,18 +22,35 @@ from torch.nn.functional import cross_entropy, kl_div
 pytest.importorskip("transformers")
 
 from common.errors import ConfigError
+from common.output import read_json
 from common.stats import clustered, crossed
 from model import GPT
 from repro import (
+    bfloat16_table,
     cbwc,
     fold_models,
     fold_table,
+    mygpt_table,
     posthoc_table,
+    taper_output,
 )
 
 RESULTS = ROOT / "results"
 
 # ------------------------------------------------------------------------------- committed records
+
+
+def mygpt(folder):
+    for log in folder.glob("*.jsonl"):
+        run = folder / "runs" / log.stem
+        run.mkdir(parents=True)
+        log.rename(run / "log.jsonl")
+    mygpt_table.main([str(folder / "runs"), str(folder)])
+
+
+def taper(folder):
+    page = taper_output.page(read_json(folder / "output_end.jsonl"))
+    (folder / "output_end.md").write_text(page + "\n")
 
 
 def fold(study):
@@ -49,6 +66,9 @@ def cbwc_table(study):
     [
         ("cpu/posthoc", "table.md", lambda folder: posthoc_table.main([str(folder)])),
         ("cpu/posthoc", "models.jsonl", lambda folder: posthoc_table.main([str(folder)])),
+        ("cpu/mygpt", "README.md", mygpt),
+        ("cpu/bfloat16", "README.md", lambda folder: bfloat16_table.main([str(folder)])),
+        ("cpu/taper", "output_end.md", taper),
         ("fold", "README.md", fold("table3")),
         ("fold", "table.md", fold("zoo")),
         ("cpu/cbwc_training", "README.md", cbwc_table("training")),
@@ -158,6 +178,11 @@ def write_documents(path, texts: list[str]) -> str:
     return str(path)
 
 
+def write_settings(run, learning_rate: float) -> None:
+    config = {"learning_rate": learning_rate, "dtype": "bfloat16"}
+    (run / "log.jsonl").write_text(json.dumps({"event": "start", "config": config}) + "\n")
+
+
 def test_a_seed_is_judged_beside_the_others(tmp_path):
     """Models of two seeds, in folders as posthoc.sh leaves them."""
     runs, results = tmp_path / "runs", tmp_path / "results"
@@ -169,9 +194,8 @@ def test_a_seed_is_judged_beside_the_others(tmp_path):
             model = GPT(small_rms.SHAPE, seed=10 * seed + place).eval()
             (runs / f"{name}-{seed}").mkdir(parents=True)
             small_rms.write_run(model, runs / f"{name}-{seed}")
+            write_settings(runs / f"{name}-{seed}", learning_rate=1e-3 if place == 0 else 1e-4)
             models[name, seed] = model
-        start = {"event": "start", "config": {"learning_rate": 1e-4, "dtype": "bfloat16"}}
-        (runs / f"student-0-{seed}" / "log.jsonl").write_text(json.dumps(start) + "\n")
     write_documents(runs / "b.jsonl", documents(40, 1))
     held_out = documents(3, 2)
     text = write_documents(tmp_path / "val.jsonl.xz", held_out)
@@ -204,4 +228,7 @@ def test_a_seed_is_judged_beside_the_others(tmp_path):
     other = write_documents(tmp_path / "other.jsonl", documents(3, 3))
     with pytest.raises(ConfigError, match="another text"):
         posthoc_table.main([str(runs), "1", other, str(results)])
+    write_settings(runs / "teacher-longer-1", learning_rate=2e-4)
+    with pytest.raises(ConfigError, match=r"longer-1: has learning_rate=0\.0002"):
+        posthoc_table.main([str(runs), "1", text, str(results)])
     assert (results / "table.md").read_text() == table
