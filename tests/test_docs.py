@@ -231,6 +231,10 @@ COMMANDS = {
 }
 
 
+# Batch script -> the program that gets its arguments
+BATCH = {"slurm/train.sbatch": "train", "slurm/sweep.sbatch": "./sweep.sh"}
+
+
 def split_command(command: str) -> tuple[dict[str, str], str, list[str]]:
     """(environment, program, arguments). A Python program is its module: `train`, `bench.train`."""
     words, environment = shlex.split(command), {}
@@ -242,6 +246,10 @@ def split_command(command: str) -> tuple[dict[str, str], str, list[str]]:
         while words[0].startswith("-"):
             option = words.pop(0)
             assert re.fullmatch(r"--standalone|--nproc_per_node=\d+|--", option), option
+    if program == "sbatch":
+        while words[0].startswith("-"):
+            words.pop(0)
+        program = BATCH[words.pop(0)]
     if program in ("python", "torchrun"):
         program = words.pop(0)
         if program == "-m":
