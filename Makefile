@@ -39,7 +39,7 @@ demo: env data
 	$(BIN)/python sample.py out/two_norms/coupled-1 --prompt="$$(printf '$(PROMPT)')" \
 	  --max_new_tokens=250 --temperature=0.7
 	$(BIN)/python report.py out/two_norms --baseline=rms
-	@echo 'One seed: no verdict. For one, run: ARMS="rms coupled" SEEDS="1 2 3 4" ./sweep.sh config/demo.py'
+	@echo 'One seed: no verdict. For one: ARMS="rms coupled" SEEDS="1 2 3 4" JOBS=2 OUT=out/four_seeds ./sweep.sh config/demo.py --max_iters=400'
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

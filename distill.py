@@ -307,9 +307,11 @@ class Distillation(Objective):
         if is_wanted is None:
             is_wanted = student.meta.get("tokenizer") == "hf"
         if is_wanted:
-            # A folder is whole whenever it exists (common/output.py, whole_folder).
+            new = folder / "hf.new"
+            shutil.rmtree(new, ignore_errors=True)  # of a run that was killed below
+            weights.export_hf(student, new)
             shutil.rmtree(folder / "hf", ignore_errors=True)
-            weights.export_hf(student, folder / "hf")
+            new.rename(folder / "hf")
         self.summary = {
             **found,
             "norm_plan": self.plan,
@@ -327,15 +329,18 @@ class Text:
     Args:
         config: every key of the run.
         teacher: its tokenizer and context count.
+        ranks: all read the same commit.
         commit: of a data set of the hub, which every epoch reads; None for its newest.
 
     Raises:
         DataError: the text is too short.
     """
 
-    def __init__(self, config: DistillConfig, teacher: GPT, commit: str | None = None):
+    def __init__(
+        self, config: DistillConfig, teacher: GPT, ranks: Ranks, commit: str | None = None
+    ):
         if not commit and not config.local and config.dataset != "random":
-            commit = newest_commit(config.dataset)
+            commit = ranks.of_main(newest_commit(config.dataset))
         self.commit = commit
         self.config = config
         self.meta = teacher.meta
@@ -406,7 +411,7 @@ def set_up(config: DistillConfig, run: RunFolder) -> Loop:
     precision = Precision(config.dtype, ranks.device)
     check_replaceable(run.path / "config.json", RUN_CONFIG)
     name_of_teacher, teacher = load_teacher(config, ranks, precision)
-    text = Text(config, teacher, found and found.state.get("commit"))
+    text = Text(config, teacher, ranks, found and found.state.get("commit"))
     # Before the plan is chosen, which takes long: another teacher or text is refused.
     remedy = "give teacher, local, val and dataset what they were, or choose another out_dir"
     run.compare(config, f"{name_of_teacher} {text.fingerprint()}", remedy)

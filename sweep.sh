@@ -13,7 +13,7 @@
 #   NPROC      processes a run, started by torchrun            (1)
 #   JOBS       runs side by side, one CPU core each            (1)
 #
-# Needs bash 4 and flock (util-linux). Before the first run it prints which differences its seeds will find with 80 % power.
+# Before the first run it prints which differences its seeds will find with 80 % power.
 #
 # All arms of a seed run one after the other, each time beginning with another arm, so that a drift
 # of the machine's speed affects all alike. After an interruption, run it again: finished runs are
@@ -91,12 +91,21 @@ from common.errors import run_program
 from configurator import parse_args
 from evals.hellaswag import load_items
 from evidence.sweep import check
+from load import take_shape
 from train import TrainConfig
+from training.tracker import check_tracker
 
 
 def main(argv):
     hellaswag, *words = argv
-    check(lambda words: parse_args(TrainConfig, words)[0], words)
+
+    def parse(keys):
+        keys = [*keys, f"--out_dir={words[0]}"]
+        config, _ = parse_args(TrainConfig, keys, complete=take_shape)
+        check_tracker(config.tracker)
+        return config
+
+    check(parse, words)
     if hellaswag != "off":  # downloaded, or refused, before the first run
         load_items("" if hellaswag == "auto" else hellaswag)
 
@@ -108,7 +117,7 @@ kept=$'\n'
 [ -z "$KEEP" ] || kept+=$("$PYTHON" -m evidence.archive "$KEEP")$'\n' || exit 1
 total=$((${#arms[@]} * ${#seeds[@]}))
 
-mkdir -p "$OUT" 2>/dev/null || 
+mkdir -p "$OUT" 2>/dev/null ||
   die "OUT=$OUT: cannot be made: check permissions and disk, or choose another OUT"
 # Of runs, by name: said/, a line was printed of it; began/, a worker here has trained it;
 # elsewhere/, somebody else does. And for each worker a file that says where it is.
@@ -157,10 +166,7 @@ train() {
   local worker=$1 name=$2 label=$3 run=$OUT/$2 began=$SECONDS status=0 last
   shift 3
   printf '%s\n' "$label" "$run/train.txt" >"$state/$worker"
-  mkdir -p "$run" 2>/dev/null || true  # train.py says what is wrong with it
-  # The command keeps the lock until it ends, however that is: a killed worker leaves none behind.
-  flock --no-fork --nonblock --conflict-exit-code=75 "$run/claim" \
-    bash -c "$start" - "$name" "$state/began/$name" \
+  "$PYTHON" -m evidence.claim "$run" bash -c "$start" - "$name" "$state/began/$name" \
     "${launcher[@]}" train.py "$@" &
   child=$!
   wait "$child" || status=$?

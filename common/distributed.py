@@ -70,7 +70,7 @@ class Ranks:
             micro_batches: of a step, over all ranks.
 
         Raises:
-            ConfigError: the ranks do not divide the micro-batches.
+            ConfigError: the ranks do not divide the micro-batches, or a rank has no GPU.
         """
         rank = int(os.environ.get("RANK", 0))
         world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -84,6 +84,8 @@ class Ranks:
             keep_freed_memory()
         if own.type == "cuda":
             own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            if own.index >= (count := torch.cuda.device_count()):
+                raise ConfigError(f"rank {rank} finds no GPU, there are {count}: start fewer ranks")
             torch.cuda.set_device(own)
             torch.set_float32_matmul_precision("high")  # TF32, if a run computes in float32
         if "RANK" in os.environ:

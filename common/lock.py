@@ -12,6 +12,7 @@ from common.errors import UserError, cannot_write
 PATIENCE = 60.0
 POLL = 0.2  # seconds between two attempts to get the lock
 HELD = (errno.EACCES, errno.EAGAIN)  # another process has the lock
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without locks
 
 
 class FolderLock:
@@ -68,7 +69,10 @@ class FolderLock:
         except OSError as error:
             if error.errno in HELD:
                 return False
-            print(f"{self.folder} cannot be locked: let no other process write there", flush=True)
+            problem = f"{self.folder} cannot be locked ({error.strerror})"
+            if error.errno not in NO_LOCKS:
+                raise UserError(f"{problem}: put that right, or choose another folder") from None
+            print(f"{problem}: let no other process write there", flush=True)
         return True
 
     def __enter__(self) -> "FolderLock":

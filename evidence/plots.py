@@ -6,7 +6,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.plotting import plt, save, style
-from evidence.runs import Run
+from evidence.runs import Run, labels_of
 
 LINE = 1.6  # width of a mean's line, points
 BAND = {"alpha": 0.18, "linewidth": 0}  # of the area around a mean
@@ -31,16 +31,16 @@ def plot_loss(runs: list[Run], target: Path) -> Path:
     Raises UserError if no run has an evaluation yet.
     """
     figure, axis = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
-    # Without the first evaluation, from which the loss falls steeply.
-    later = np.concatenate([run.curve[1:, 1] for run in runs])
+    # Without the first of several evaluations, from which the loss falls steeply.
+    later = np.concatenate([run.curve[min(1, len(run.curve) - 1) :, 1] for run in runs])
     if not later.size:
         raise UserError("no evaluation yet: nothing to draw")
     runs = [run for run in runs if len(run.curve)]
-    for index, run in enumerate(runs):
+    for index, (run, name) in enumerate(zip(runs, labels_of(runs), strict=True)):
         tokens, losses = run.curve.T  # (n,) each
         end = "diverged" if run.diverged else f"{losses[-1]:.3f}"
         look = style(index)
-        axis.plot(tokens / 1e6, losses, label=f"{run.name}: {end}", linewidth=LINE, **look)
+        axis.plot(tokens / 1e6, losses, label=f"{name}: {end}", linewidth=LINE, **look)
         millions = [step["step"] * run.start["tokens_per_step"] / 1e6 for step in run.steps]
         train = [step["loss"] for step in run.steps]
         axis.plot(millions, train, color=look["color"], alpha=0.25, linewidth=1)

@@ -440,6 +440,17 @@ def settings(run: Run) -> dict[str, Any]:
     return BEFORE_THE_KEY | chosen | place | {"torch": run.start["versions"]["torch"]}
 
 
+def labels_of(runs: list[Run]) -> list[str]:
+    """Return each run's name with those of its settings that are not the same in all runs."""
+    own = [settings(run) for run in runs]
+    names = sorted({name for values in own for name in values})
+    differing = [name for name in names if any(v.get(name) != own[0].get(name) for v in own)]
+    return [
+        " ".join([run.name, *(f"{name}={values.get(name)}" for name in differing)])
+        for run, values in zip(runs, own, strict=True)
+    ]
+
+
 def difference_in_data(run: Run, baseline: Run) -> str:
     """Describe how the data of two runs differ; "" if they do not."""
     data = run.start.get("data")

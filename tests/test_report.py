@@ -25,7 +25,14 @@ from common.stats import ALPHA, detectable_effect, power_of_tost
 from evidence import archive, published, runs
 from evidence.comparison import Comparison, at_equal_time, exchange_rate, margin, pair_by_seed
 from evidence.names import short_name
-from evidence.runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
+from evidence.runs import (
+    METRICS,
+    by_arm,
+    difference_in_settings,
+    find_runs,
+    item_differences,
+    labels_of,
+)
 from norm_plan import NormConfig, foreign_keys, keys_of
 from train import TrainConfig
 from training.checkpoint import model_config
@@ -355,6 +362,7 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path, capsys):
 def test_curves_alone_are_of_one_text(tmp_path):
     for seed in (8, 9):
         write_run(tmp_path, "rms", seed)
+    assert labels_of(find_runs([tmp_path])) == ["rms-8 seed=8", "rms-9 seed=9"]
     report.main([str(tmp_path)])
     assert (tmp_path / "loss.png").stat().st_size > 1000
     write_run(tmp_path, "layer", 8, start={"data": "y"})

@@ -178,6 +178,16 @@ def test_keys_with_blanks_and_two_processes(data, tmp_path):
 
 
 @pytest.mark.xdist_group("sweep")
+def test_a_sweep_from_a_model_goes_on(data, tmp_path):
+    """Its runs take their shape from the model, and are the same runs when it starts again."""
+    source, keys = tmp_path / "source", {"ARMS": "rms", "SEEDS": "1"}
+    finish(start(data, source, "--activation=relu2", **keys))
+    for ending in ("done: best val loss", "done already"):
+        lines = finish(start(data, tmp_path / "out", f"--init_from={source / 'rms-1'}", **keys))
+        assert any(ending in line for line in lines)
+
+
+@pytest.mark.xdist_group("sweep")
 def test_a_wrong_setting_stops_at_once(data, tmp_path):
     wrong = (
         ("ARMS", "rms 'coupled", "quote is not closed"),
@@ -258,7 +268,8 @@ def test_workers_share_out_the_runs(data, tmp_path):
     held.mkdir(parents=True)
     waiter = [sys.executable, "-c", "import sys; print('here', flush=True); sys.stdin.read()"]
     holder = subprocess.Popen(
-        ["flock", "--no-fork", held / "claim", *waiter],
+        [sys.executable, "-m", "evidence.claim", str(held), *waiter],
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -72,14 +72,14 @@ def with_vocabulary(config: Any, meta: dict[str, Any]) -> tuple[Any, dict[str, A
     Raises:
         ConfigError: the config gives fewer tokens than the data have.
     """
-    if not meta and not config.vocab_size:
-        # As there, rows beyond the tokens take part in the loss.
-        return dataclasses.replace(config, vocab_size=50304), GPT2
-    n_tokens = meta.get("vocab_size", 0)
+    is_nanogpt = not meta and not config.vocab_size
+    n_tokens = (GPT2 if is_nanogpt else meta).get("vocab_size", 0)
     if 0 < config.n_vocab < n_tokens:
         raise ConfigError(
             f"n_vocab={config.n_vocab}: the data's vocabulary has {n_tokens} tokens: leave it at 0"
         )
+    if is_nanogpt:  # as there, rows beyond the tokens take part in the loss
+        return dataclasses.replace(config, vocab_size=50304), GPT2
     # Up to a multiple of 64, where the head's product uses the GPU's matrix units best. Rows beyond
     # n_vocab take no part in the loss.
     rows = config.vocab_size or math.ceil(n_tokens / 64) * 64

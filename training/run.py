@@ -26,7 +26,7 @@ from configurator import key
 from training.checkpoint import FoundCheckpoint, find_checkpoint
 from training.log import RunLog, last_event
 from training.optim import AdamKeys
-from training.tracker import TRACKERS
+from training.tracker import TRACKERS, check_tracker
 
 # Entries that are compared, and their types; versions are compared too, one by one. An older one
 # may lack some.
@@ -126,7 +126,7 @@ class RunFolder:
         ranks: this process and the others.
 
     Raises:
-        UserError: another process works in the folder.
+        UserError: the tracker is not installed, or another process works in the folder.
     """
 
     def __init__(self, config: RunKeys, ranks: Ranks):
@@ -141,6 +141,7 @@ class RunFolder:
         self.changed: list[str] = []  # what differs from the run that is resumed
         is_main = ranks.is_main
         self.log = RunLog(self.path, config.max_iters, is_main)
+        ranks.together(lambda: check_tracker(config.tracker if is_main else "off"))
         # No other process may be in the folder when we look for a checkpoint there.
         self.lock = ranks.together(
             lambda: FolderLock(self.path, lambda: self.stop_signal.name, active=is_main)

@@ -107,12 +107,21 @@ def test_a_tracker_is_told_what_the_log_says(package, fake, train, tmp_path, cap
     assert [step for _, step, values in logged if "lr" in values] == [5, 6]
 
 
-def test_a_tracker_that_cannot_start_leaves_the_log_alone(fake, train, tmp_path, monkeypatch):
+def test_a_missing_package_is_one_line_before_anything_is_written(train, tmp_path, monkeypatch):
+    """Also where Weights & Biases has left a folder of its name behind."""
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    for left in (False, True):
+        if left:
+            (tmp_path / "wandb").mkdir()
+        with pytest.raises(UserError, match="wandb is not installed: pip install wandb"):
+            train("--tracker=wandb")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_tracker_that_cannot_start_leaves_the_log_alone(fake, train, tmp_path):
     train("--max_iters=2")
     before = (tmp_path / "out/log.jsonl").read_bytes()
-    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
-    with pytest.raises(UserError, match="wandb cannot start"):
-        train("--max_iters=3", "--tracker=wandb")
     fake("trackio")
     (tmp_path / "packages/trackio.py").write_text("def init(**words): raise OSError('no room')")
     with pytest.raises(UserError, match=r"trackio cannot start \(OSError: no room\)"):
