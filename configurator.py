@@ -327,7 +327,9 @@ class Overrides:
         try:
             if "eval_tokens" in self.fields:
                 return nanogpt.of_train(name, value, known)
-            return nanogpt.of_sample(name, value) if has_model else None
+            # sample.py alone has nanoGPT's ways to name a model.
+            is_sample = has_model and "prompt" in self.fields
+            return nanogpt.of_sample(name, value) if is_sample else None
         except ConfigError as error:
             raise ConfigError(f"{origin}: {name} of nanoGPT: {error}") from None
 

@@ -220,7 +220,7 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
         raise FoldError(
             f"{what} is not exact ({certificate.reason}): --inexact writes it nevertheless"
         )
-    told = {"kl": mean_kl(model, after, tokens)}
+    told = {"kl": mean_kl(model, after, tokens), "folded": None}  # of gains alone they are counted
     if config.to == "weightless":
         told |= {"folded": len(folds), "refusals": left}
     return after, replace(certificate, **told)
@@ -380,9 +380,11 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
         model.lm_head.weight = model.wte.weight
         model.logits = MethodType(logits_of_head, model)  # a copy gets its own
     report = fold.analyze(model, (random_tokens(model, config.seed),), config.rules)
-    # What fold.fold cannot write into our norms, which add as well, fold.gpt.to_rms can.
-    rows = [replace(row, reason=row.reason.partition(LEFT)[0]) for row in report.rows]
-    return replace(report, rows=rows)
+    if set(model.plan.letters) <= set("LRPBI"):
+        # What fold.fold cannot write into our norms, which add as well, fold.gpt.to_rms can.
+        rows = [replace(row, reason=row.reason.partition(LEFT)[0]) for row in report.rows]
+        report = replace(report, rows=rows)
+    return report
 
 
 # ------------------------------------------------------------------------------------------ program

@@ -52,7 +52,7 @@ SAME_FUNCTION = (
     "embed_scale",
     "norm_eps",
 )
-SHAPE = ("n_layer", "n_embd", "n_inner", "block_size", "tie_embeddings")
+SHAPE = ("n_layer", "n_embd", "n_inner", "block_size", "tie_embeddings", "attn_bias")
 # Names of tensors of the norms in a norm plan, output norms and that of the embeddings included.
 NORM_NAMES = PLACE.pattern
 # Names of tensors of the norms within attention.

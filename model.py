@@ -621,18 +621,17 @@ class GPT(nn.Module):
     def pair_gains(self, seed: int) -> None:
         """Move the gains of each block by -a s before attention and by a s before the MLP.
 
-        a is config.paired_gains, s (C,) random signs, as many of either kind (modded-nanogpt #300).
+        a is plan.paired_gains, s (C,) random signs, as many of either kind (modded-nanogpt #300).
         """
-        size = self.config.paired_gains
+        size = self.plan.paired_gains
         if not size or self.wte.weight.is_meta:
             return
         for index, block in enumerate(self.blocks):
             stream = named_stream(seed, f"blocks.{index}.signs", "cpu")
             order = torch.randperm(self.config.n_embd, generator=stream)
             move = size * (2 * (order % 2) - 1).to(self.wte.weight.device)  # (C,)
-            for norm, sign in ((block.norm1, -1), (block.norm2, 1)):
-                if norm.core.weight is not None:
-                    norm.core.weight += sign * move
+            block.norm1.core.weight -= move
+            block.norm2.core.weight += move
 
     def apply_init_factors(self, name: str, weight: Tensor) -> None:
         """Multiply the initial weight (out, in) of module `name` as the norm type's recipe says.

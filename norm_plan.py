@@ -315,6 +315,12 @@ class NormPlan:
                 )
 
     @property
+    def paired_gains(self) -> float:
+        """The key paired_gains; 0 where a block lacks one of its two gains."""
+        has_pairs = self.config.has_gain and NONE not in self.letters[:-1]
+        return self.config.paired_gains if has_pairs else 0.0
+
+    @property
     def adds_plainly(self) -> bool:
         """Is delta added as it is at every position: no output norm, no replaced stream?"""
         is_replaced = not set(REPLACING).isdisjoint(self.letters)
@@ -443,7 +449,7 @@ class NormPlan:
             (self.type.scales_by_depth, "gains of block l divided by sqrt(l)"),
             (config.norm_gain != "plain", f"gains {config.norm_gain}"),
             (at_start and config.initial_gain != 1, f"initial gains {config.initial_gain}"),
-            (at_start and config.paired_gains, f"gains in pairs, 1 -+ {config.paired_gains:g}"),
+            (at_start and self.paired_gains, f"gains in pairs, -+ {config.paired_gains:g}"),
             (recipe.has_bias and not self.bias, "biases in norms"),
             (set(self.outputs) > {NONE}, f"eps {config.output_eps:g} in output norms"),
             (config.decays_gains, "weight decay on gains"),

@@ -178,7 +178,10 @@ def input_files(text: str) -> list[Path]:
     Raises UserError for one that cannot be an input.
     """
     names = filter(None, text.split(","))
-    paths = [Path(path) for name in names for path in sorted(glob.glob(name)) or [name]]
+    paths = []
+    for name in names:  # a file's own name may hold [ or *
+        found = [] if Path(name).exists() else sorted(glob.glob(name))
+        paths += map(Path, found or [name])
     for path in paths:
         if not path.name.endswith(FORMATS):
             raise ConfigError(

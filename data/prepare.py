@@ -337,13 +337,15 @@ def part_of(split: str, share: float, cuts: bool, paths: list[Path]) -> Iterator
         cuts: the share is the end of each document instead.
     """
     is_val = split == "val"
-    for number, document in enumerate(read_files(paths)):
+    number = 0  # of usable documents
+    for document in read_files(paths):
         if cuts:
             end = int(len(document.text) * (1 - share))
             text = document.text[end:] if is_val else document.text[:end]
             yield document._replace(text=text)
         elif is_val == (int((number + 1) * share) > int(number * share)):
             yield document
+        number += bool(document.text)
 
 
 def prepare(config: PrepareConfig, files: str, name: str = "text") -> None:
@@ -366,7 +368,8 @@ def prepare(config: PrepareConfig, files: str, name: str = "text") -> None:
     }
     meta = meta_of(config.tokenizer, read_files(train + val))
     progress = Progress(Path(config.out_dir), settings, meta)
-    some = islice(read_files(train), int(1 / config.val_share) + 1)
+    usable = filter(lambda document: document.text, read_files(train))
+    some = islice(usable, int(1 / config.val_share) + 1)
     cuts = sum(1 for _ in some) * config.val_share < 1
     sources = {split: partial(part_of, split, config.val_share, cuts, train) for split in SPLITS}
     if val:

@@ -81,7 +81,7 @@ class Certificate:
         max_abs: largest difference in float64.
         max_rel: the same, relative to the largest output.
         checks: in float64; then one in the model's own type, if that is another.
-        folded: number of norms that were folded.
+        folded: number of norms that were folded; None where a whole model of ours was converted.
         inserted: number of centrings that were inserted.
         refusals: norms that were left, and why.
         parameters: names of the parameters and buffers that changed, appeared or disappeared.
@@ -95,7 +95,7 @@ class Certificate:
     max_abs: float
     max_rel: float
     checks: list[Check]
-    folded: int = 0
+    folded: int | None = 0
     inserted: int = 0
     refusals: dict[str, str] = field(default_factory=dict)
     parameters: list[str] = field(default_factory=list)

@@ -675,7 +675,7 @@ def test_paired_gains():
     assert all(torch.equal(plain[name], paired[name]) for name in others)
     assert start("none", paired_gains=0.125).keys() == start("none").keys()
     said = plan("rms", paired_gains=0.125)
-    assert said.notes() == ["gains in pairs, 1 -+ 0.125"] and not said.notes(at_start=False)
+    assert said.notes() == ["gains in pairs, -+ 0.125"] and not said.notes(at_start=False)
 
 
 def test_what_attention_should_add_is_measured_as_often_as_by_bhyts_authors():

@@ -26,6 +26,9 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"{argv[0]}: this script takes no settings")
     text = Path(__file__).resolve().with_name("input.txt")
     with FolderLock(text.parent):
+        # Anew each time: it takes a moment.
+        for path in [*text.parent.glob("shakespeare_char_*.bin"), text.with_name("progress.json")]:
+            path.unlink(missing_ok=True)
         if not text.exists():
             try:
                 with urllib.request.urlopen(URL, timeout=60) as response:
