@@ -149,6 +149,41 @@ def test_cells(row: Comparison) -> dict[str, Any]:
     }
 
 
+# Columns of report.csv; also where nothing is compared.
+CSV_COLUMNS = [
+    "metric",
+    "arm",
+    "baseline",
+    "n_seeds",
+    "mean_difference",
+    "sd_difference",
+    "standard_error",
+    "low",
+    "high",
+    "low_holm",
+    "high_holm",
+    "p_t",
+    "p_holm",
+    "p_tost",
+    "p_beyond",
+    "delta",
+    "delta_kind",
+    "p_sign_flip",
+    "low_bca",
+    "high_bca",
+    "detectable",
+    "power_within",
+    "seeds_needed",
+    "is_log_ratio",
+    "token_share",
+    "low_document",
+    "high_document",
+    "direction",
+    "margin_verdict",
+    "verdict",
+]
+
+
 def csv_cells(row: Comparison) -> dict[str, Any]:
     """Return a line of report.csv. Numbers are not rounded; relative metrics are log ratios."""
     return {
@@ -399,13 +434,12 @@ def verdict_sentences(rows: list[Comparison], unjudged: list[str] | None = None)
     return texts
 
 
-def csv_text(lines: list[dict[str, Any]]) -> str:
-    """Return a CSV file's content; "" without lines."""
+def csv_text(header: Iterable[str], lines: list[dict[str, Any]]) -> str:
+    """Return a CSV file's content; what a line lacks is empty."""
     text = io.StringIO()
-    if lines:
-        writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    writer = csv.DictWriter(text, list(header), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     return text.getvalue()
 
 
@@ -497,14 +531,14 @@ def write_report(report: Report, out: Path, pictures: bool) -> None:
     """Write report.md, report.csv, seeds.csv, and with `pictures` report.html. Raises UserError."""
     with writing(out):
         seeds = [
-            {"arm": arm, "seed": seed} | dict.fromkeys(METRICS) | run.metrics
+            {"arm": arm, "seed": seed} | run.metrics
             for arm, runs in report.compared.items()
             for seed, run in sorted(runs.items())
         ]
         texts = {
             "report.md": report_text(report),
-            "report.csv": csv_text([csv_cells(row) for row in report.rows]),
-            "seeds.csv": csv_text(seeds),
+            "report.csv": csv_text(CSV_COLUMNS, [csv_cells(row) for row in report.rows]),
+            "seeds.csv": csv_text(["arm", "seed", *METRICS], seeds),
         }
         for name, content in texts.items():
             check_replaceable(out / name, re.escape(content[:9].encode()))

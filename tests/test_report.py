@@ -357,6 +357,12 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path, capsys):
     assert "Nothing is compared, for no arm has two pairs." in capsys.readouterr().out
     lines = list(csv.DictReader((tmp_path / "seeds.csv").open()))
     assert [(line["arm"], line["seed"]) for line in lines] == [("rms", "8"), ("layer", "8")]
+    table = tmp_path / "report.csv"
+    assert table.read_text().splitlines() == [",".join(report.CSV_COLUMNS)]
+    table.write_text("somebody's own")
+    with pytest.raises(UserError, match=r"report\.csv"):
+        report.main([str(tmp_path), "--baseline=rms", "--pictures=False"])
+    assert table.read_text() == "somebody's own"
 
 
 def test_curves_alone_are_of_one_text(tmp_path):
