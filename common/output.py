@@ -168,8 +168,13 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
     """Append one line to the file that the key `out` names. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        with open(path, "ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            is_torn = file.read(1) not in (b"", b"\n")
+            line = json.dumps(record).encode() + b"\n"
+            # A last line that was cut off by a kill stays a line of its own.
+            file.write(b"\n" + line if is_torn else line)
     except OSError as error:
         raise UserError(cannot_write(f"out={path}", error)) from None
 

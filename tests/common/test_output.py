@@ -19,13 +19,23 @@ import hellaswag
 import report
 from bench import fold as bench_fold
 from common.errors import CheckpointError, HFError, UserError
-from common.output import whole_folder, write_bytes_atomically, write_results
+from common.output import append_json, whole_folder, write_bytes_atomically, write_results
 from evals import lm_eval_model
 from hf.weights import export_hf
 from model import GPT, GPTConfig
 from posthoc import rms_stats
 from training.checkpoint import save_checkpoint
 from training.log import RunLog
+
+
+def test_a_record_that_was_cut_off_costs_itself_alone(tmp_path):
+    """A kill in the middle of a line: the next record begins a line of its own."""
+    path = tmp_path / "records.jsonl"
+    append_json(path, {"a": 1})
+    append_json(path, {"a": 2})
+    path.write_bytes(path.read_bytes()[:-3])
+    append_json(path, {"a": 3})
+    assert path.read_text() == '{"a": 1}\n{"a": \n{"a": 3}\n'
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path):
