@@ -389,7 +389,7 @@ class GatedNorm(Norm):
 
 
 class SeeDNorm(Norm):
-    """[tanh(h . beta) alpha + gain] h / RMS(h): the token moves the gain; arXiv 2510.22777.
+    """[tanh(h . beta) alpha + gain] h / RMS(h): a gain that depends on the token; arXiv 2510.22777.
 
     beta (C,) starts at 0, and so this as RMSNorm. Weight decay acts on alpha (C,) and beta.
     """
