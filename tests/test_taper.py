@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch._dynamo
 from helpers import TINY, close, draw, records, same, shake
+from hf_models import save as hf_save
+from hf_models import tiny as hf_tiny
 
 import train
 from common.errors import ConfigError
 from fold.gpt import to_folded
-from load import load_model
+from load import init_from, load_model
 from model import GPT, GPTConfig
 from norms import LayerNorm, RMSNorm
 from taper import EMA_DECAY, ScaleAnchor, StepMean, TaperNorm, TaperSchedule, tapers
@@ -174,6 +176,12 @@ def test_low_precision(base, phase, dtype):
     assert (y.double() - exact).abs().max() <= 16 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize(("reached", "asked"), [(5, 3), (8, 5), (8, 1)])
+def test_a_taper_never_runs_backwards(reached, asked):
+    with pytest.raises(ConfigError, match="backwards"):
+        step_of(taper("rms"), reached).set_step(asked, ITERS)
+
+
 # -------------------------------------------------------------------------------------- calibration
 
 
@@ -260,6 +268,23 @@ def test_training_hands_over_and_its_best_model_has_lost_its_norms(
     assert [event["gate"] for event in evals] == [1, 1, pytest.approx(0.9619, abs=1e-3), 0, 0, 0]
     assert torch.load(tmp_path / "ckpt_best.pt", weights_only=True)["step"] == 32
     assert "T" not in to_folded(load_model(str(tmp_path))).plan.letters
+
+
+def test_gpt2_of_hugging_face_is_tapered_and_folded(tmp_path):
+    source = load_model(str(hf_save(hf_tiny("gpt2"), tmp_path)))
+    keys = dict(norm_type="taper", taper_base="layer", taper_warmup=1.0, taper_end=2.0)
+    model, idx = GPT(replace(source.config, **keys)), torch.randint(67, (2, 16))
+    init_from(model, str(tmp_path))
+    source, model = source.double(), model.double()
+    with torch.no_grad():
+        close(model.eval()(idx), source(idx))  # warm: the very same function
+    model.train().set_step(1, 10)
+    model(idx)
+    model.set_step(2, 10)
+    with torch.no_grad():
+        fixed = model.eval()(idx)
+        close(to_folded(model)(idx), fixed, 1e-12)
+        assert (fixed - source(idx)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("base", BASES)

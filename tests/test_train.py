@@ -194,6 +194,22 @@ def test_ranks_end_together(launch, train_ok, tiny_data, tmp_path, fault, keys, 
 
 
 @pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGHUP,), (signal.SIGTERM, signal.SIGTERM)],
+    ids=["a closed terminal", "a launcher, which repeats it"],
+)
+def test_a_signal_stops_and_saves(launch, tiny_data, tmp_path, signals):
+    words = (*TINY, "--max_iters=4000", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    job = launch(*words, patch=("slow_steps", {"seconds": 0.05}))
+    for number in signals:
+        job.signal_at(tmp_path, 5, number)
+    assert job.wait() == [0]
+    end = records(tmp_path)[-1]
+    assert signals[0].name in end["reason"]
+    assert torch.load(tmp_path / "ckpt_last.pt", weights_only=True)["step"] == end["step"] >= 5
+
+
+@pytest.mark.parametrize(
     ("before", "raised", "code", "said"),
     [
         ("", ["SIGINT"], 0, "SIGINT\n"),
@@ -348,6 +364,18 @@ def test_init_from_another_norm_and_no_other_function(launch, train_ok, tiny_dat
         assert job.wait() == [1] and told in job.text()
 
 
+def test_resume_from_a_path(launch, train_ok, tiny_data, tmp_path):
+    words = (*TINY, f"--data_dir={tiny_data}")
+    train_ok(*words, "--max_iters=20", f"--out_dir={tmp_path / 'a'}")
+    last = f"--resume={tmp_path / 'a' / 'ckpt_last.pt'}"
+    train_ok(*words, last, f"--out_dir={tmp_path / 'b'}")
+    assert records(tmp_path / "b")[0]["event"] == "start" and sorted(
+        losses(tmp_path / "b")
+    ) == list(range(21, 41))
+    job = launch(*words, last, "--max_iters=60", f"--out_dir={tmp_path / 'b'}")
+    assert job.wait() == [1] and "holds another run" in job.text()
+
+
 def test_a_taper_is_not_resumed_backwards(launch, train_ok, tiny_data, tmp_path):
     words = (*TINY, "--norm_type=taper", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     train_ok(*words)  # its schedule is in shares of max_iters
@@ -369,6 +397,10 @@ def test_two_processes_do_not_train_in_one_folder(launch, tiny_data, tmp_path):
     assert second.wait() == [1, 1]
     assert "another process is working there: wait for it" in second.text()
     assert second.text().count("error:") == 1 and "Traceback" not in second.text()
+    waiting = launch(*words)
+    wait_for(waiting, "waiting for its end")
+    waiting.signal_at(run, 1, signal.SIGTERM)
+    assert waiting.wait() == [1] and "told to stop while another process" in waiting.text()
     assert (run / "config.json").read_text() == config and first.processes[0].is_alive()
     first.signal_at(run, 2, signal.SIGKILL)
     assert first.wait() == [-signal.SIGKILL]

@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TINY
+from helpers import ROOT, TINY, losses, write_tiny_shards
 
 from common.errors import one_line, run_program
+from data.shards import HEADER_BYTES
 
 
 @pytest.fixture
@@ -79,6 +81,55 @@ def test_import_in_config_is_refused(complaint, tmp_path):
 def test_missing_data(complaint, tmp_path):
     assert "no train shards" in complaint(f"--data_dir={tmp_path / 'nowhere'}", code=1)
     assert "python data/fineweb_edu/prepare.py" in complaint("--data_dir=data/fineweb_edu", code=1)
+
+
+def damage(folder, change) -> None:
+    path = folder / "tiny_train_000000.bin"
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda raw: raw[:-100], "truncated"),
+        (lambda raw: b"\0\0\0\1" + raw[4:], "another kind of file"),
+        (
+            lambda raw: (
+                raw[: HEADER_BYTES + 10000] + np.uint16(61).tobytes() + raw[HEADER_BYTES + 10002 :]
+            ),
+            "61 is beyond",
+        ),
+    ],
+)
+def test_corrupt_shard(complaint, tmp_path, change, part):
+    folder = write_tiny_shards(tmp_path / "data")
+    damage(folder, change)
+    line = complaint(f"--data_dir={folder}", code=1)
+    assert part in line and "tiny_train_000000.bin" in line
+
+
+def test_block_size_beyond_the_shard(complaint, tmp_path):
+    folder = write_tiny_shards(tmp_path / "data", train=100, val=100)
+    assert "block_size=128" in complaint(f"--data_dir={folder}", "--block_size=128", code=1)
+
+
+def test_torn_checkpoint_falls_back_to_the_other_and_says_so(
+    complaint, train_ok, tiny_data, tmp_path
+):
+    run = tmp_path / "run"
+    words = (*TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={run}")
+    train_ok(*words)
+    whole = losses(run)
+    last = (run / "ckpt_last.pt").read_bytes()
+    (run / "ckpt_last.pt").write_bytes(last[: len(last) // 2])
+    text = train_ok(*words).text()
+    assert "ckpt_last.pt: torn" in text and "ckpt_best.pt" in text and losses(run) == whole
+    for name in ("ckpt_last.pt", "ckpt_best.pt"):
+        (run / name).write_bytes(b"no checkpoint")
+    log = (run / "log.jsonl").read_bytes()
+    line = complaint("--eval_interval=20", code=1)
+    assert "ckpt_last.pt" in line and "ckpt_best.pt" in line
+    assert (run / "log.jsonl").read_bytes() == log  # nothing was lost
 
 
 def test_checkpoint_of_another_shape_and_never_overwriting(

@@ -4,6 +4,7 @@ python -m pytest tests/common/test_output.py
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -161,6 +162,33 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_old_one(tmp_path):
     ):
         save_checkpoint(path, {"model": {"weight": torch.ones(100_000)}})
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["ckpt_last.pt"]
+
+
+def test_a_log_on_a_full_disk_is_one_line(tmp_path):
+    log = RunLog(tmp_path, 10, active=True)
+    log.open({}, None, {}, [])
+    with (
+        no_room((tmp_path / "log.jsonl").stat().st_size + 3),
+        pytest.raises(UserError, match=r"log\.jsonl: cannot be written .*make room"),
+    ):
+        log.event("step", step=1, loss=2.0)
+    log.event("step", step=2, loss=2.0)  # closed: nothing is tried again
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) <= 2
+
+
+def test_a_log_that_the_disk_does_not_confirm_is_one_line(tmp_path, monkeypatch):
+    log = RunLog(tmp_path, 10, active=True)
+    log.open({}, None, {}, [])
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(UserError, match=r"log\.jsonl: cannot be written .*checkpoint is untouched"):
+        log.sync()
+    with pytest.raises(UserError, match=r"log\.jsonl: cannot be written"):
+        RunLog(tmp_path, 10, active=True).open({}, 0, {}, [])
+    assert os.listdir(tmp_path) == ["log.jsonl"]
 
 
 def test_what_follows_the_last_step_is_logged_once(tmp_path):

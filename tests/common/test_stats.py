@@ -22,6 +22,7 @@ from common.stats import (
     decide,
     detectable_effect,
     holm,
+    largest_sd,
     median_ratio,
     paired,
     paired_ratio,
@@ -132,6 +133,12 @@ def test_power_of_tost_is_that_of_simulated_tests():
     assert power_of_tost(0.0, 0.1, 1.0, 8, 0.05) < 0.001 < 0.999 < power_of_tost(0, 9, 1, 8, 0.05)
 
 
+def test_the_largest_sd_has_the_power():
+    for n, alpha in ((3, 0.05), (16, 0.0125)):
+        sd = largest_sd(0.01, n, alpha)
+        assert power_of_tost(0.0, 0.01, sd, n, alpha) == pytest.approx(0.8, abs=1e-6)
+
+
 def test_seeds_for_equivalence_are_those_of_simulated_tests():
     """With as many seeds as it says, TOST or t come to a verdict in about 80 % of simulated sets,
     or in more.
@@ -233,6 +240,30 @@ def test_identical_pairs_are_equal_and_no_more():
     assert decide([Estimate(-0.01, 0.0, 7)], 0.01, True)[0].word == "better, margin open"
 
 
+def test_same_arms_are_seldom_called_different():
+    """A/A: four arms that are the baseline again; "better" in at most 5 % of 1,000 sets."""
+    words = []
+    for seed in range(1000):
+        base, arms = draws(seed, 8), draws(10_000 + seed, 4, 8)
+        words.append(
+            [
+                verdict.direction
+                for verdict in decide([paired(arm - base) for arm in arms], 0.5, True)
+            ]
+        )
+    assert np.mean(["better" in arms for arms in words]) <= 0.05
+    assert np.mean(["better" in arms or "worse" in arms for arms in words]) <= 0.07
+
+
+def test_equivalence_is_missed_as_often_as_it_may_be():
+    """When the true difference lies on the margin."""
+    wrong = [
+        decide([paired(0.01 + 0.004 * draws(seed, 8))], 0.01, True)[0].p_tost < ALPHA
+        for seed in range(1000)
+    ]
+    assert 0.02 < np.mean(wrong) <= 0.065
+
+
 def test_both_parts_of_a_verdict():
     """A difference can be certain and small, certain and large, or certain and of open size."""
     for mean, spread, word in (
@@ -260,6 +291,17 @@ def test_beyond_is_the_one_sided_test_against_the_margin():
     for row in draws(5, 100, 6):
         values = [paired(row).beyond(delta) for delta in (0.0, 0.01, 0.1, 0.5, 2.0)]
         assert values == sorted(values)
+
+
+@pytest.mark.parametrize("delta", [0.05, 0.3, 1.0, 3.0])
+def test_beyond_is_seldom_said_of_a_difference_on_the_margin(delta):
+    """As often as the level allows, on both sides together; margin in SDs of a pair, 8 pairs."""
+    samples = delta + draws(6, 20000, 8)
+    means, errors = samples.mean(1), samples.std(1, ddof=1) / 8**0.5
+    said = [
+        Estimate(mean, se, 7).beyond(delta) < ALPHA for mean, se in zip(means[:4000], errors[:4000])
+    ]
+    assert 0.035 < np.mean(said) < 0.06
 
 
 def test_the_parts_of_a_verdict_agree():
