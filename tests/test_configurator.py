@@ -472,6 +472,25 @@ def test_generated_python_never_runs(config_file, source):
     parse_watched(config_file(source))
 
 
+@FUZZ
+@given(
+    st.one_of(
+        st.text().map(lambda text: text.encode("utf-8", "surrogatepass")),
+        st.binary(),
+        st.text("()[]{}'\"\\=+-*/%_ \n\t01ean,.#:").map(str.encode),
+    )
+)
+def test_arbitrary_bytes_never_run(config_file, source):
+    parse_watched(config_file(source))
+
+
+@FUZZ
+@given(st.text())
+def test_arbitrary_words(text):
+    for word in (text, f"--{text}", f"/nowhere/{text}.py"):
+        parse_watched(word)
+
+
 @dataclasses.dataclass(frozen=True)
 class Bounded:
     clip: float = key(1.0, "largest norm", least=1e-6, most=100.0, zero=True)

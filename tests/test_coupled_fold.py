@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from coupled_shape import IDX, SHAPE, TARGETS
-from helpers import close, shake
+from helpers import TINY, close, losses, shake
 
 from common.errors import ConfigError
 from model import GPT, FoldedBlock
 from norm_plan import NormConfig
+from norms import Place, SharedRMSNorm
 
 LLAMA = {"position": "rope", "activation": "swiglu", "n_kv_head": 1, "tie_embeddings": False}
 CASES = [
@@ -100,6 +101,16 @@ def test_a_block_that_does_not_fold_is_the_plain_block():
     assert torch.equal(gpt(coupled_impl="auto")(IDX), gpt()(IDX))
 
 
+def test_a_deferred_norm_leaves_its_scale_to_the_caller():
+    norm = SharedRMSNorm(4, alpha=0.5)
+    x, delta = torch.randn(2, 1, 3, 4)
+    inv_rms = torch.rand(1, 3, 1)
+    place = Place(norm)
+    y, h, handed_on = place(x, delta, inv_rms, defer=True)
+    assert torch.equal(y, x + delta) and torch.equal(h, y) and handed_on is inv_rms
+    close(y * norm.scale(inv_rms) * norm.weight, place(x, delta, inv_rms)[0])
+
+
 @pytest.mark.parametrize("impl", ["scale", "fold"])
 def test_the_stream_in_autocasts_precision(impl):
     """residual=autocast: a bfloat16 stream under bfloat16 autocast, and a loss near float64's; else
@@ -121,6 +132,36 @@ def test_the_stream_in_autocasts_precision(impl):
         assert abs(found[residual].item() - exact.item()) < 0.02 * exact.item()
         assert torch.equal(model(IDX, TARGETS)[0], gpt(coupled_impl=impl).float()(IDX, TARGETS)[0])
     assert found["float32"] != found["autocast"]
+
+
+def test_training_is_the_same_and_checkpoints_are_interchangeable(train_ok, tiny_data, tmp_path):
+    """float64 steps through train.py with accumulation; half of them in one form, the rest in the
+    other.
+    """
+
+    def run(name: str, impl: str, steps: int) -> None:
+        train_ok(
+            *TINY,
+            f"--max_iters={steps}",
+            "--dtype=float64",
+            "--bias=True",
+            "--norm_type=coupled",
+            "--lr_schedule=constant",
+            f"--coupled_impl={impl}",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / name}",
+            ranks=2,
+        )
+
+    run("scale", "scale", 40)
+    run("both", "scale", 20)
+    run("both", "fold", 40)
+    run("fold", "fold", 40)
+    scale, fold, both = (losses(tmp_path / name) for name in ("scale", "fold", "both"))
+    assert len(scale) == 40 and scale[40] < 0.95 * scale[1]
+    assert scale.keys() == fold.keys() == both.keys()
+    assert max(abs(scale[step] - fold[step]) for step in scale) <= 1e-10
+    assert max(abs(scale[step] - both[step]) for step in scale) <= 1e-10
 
 
 def test_fold_has_no_gradient_through_the_statistic():

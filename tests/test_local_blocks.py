@@ -5,18 +5,22 @@ and OLMo 3 have them, against an independent model in float64 and against transf
 """
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import draw, shake
+from helpers import close, draw, shake
 
 import model as model_file
-from common.errors import ConfigError
+from common.errors import CheckpointError, ConfigError, HFError
+from fold.gpt import to_folded
+from hf.config import hf_config
 from hf.hub import import_transformers
+from load import SAME_FUNCTION
 from model import GPT, GPTConfig, KVCache, rope_tables
+from training.checkpoint import check_same_model
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed"
@@ -112,6 +116,25 @@ def test_flops_count_the_window():
     assert wide - local == 12 * 4 * 6 * 3 * (16 - 5)
 
 
+def test_a_taper_with_a_bias_folds_under_a_scaled_embedding():
+    config = replace(
+        GEMMA,
+        norm_type="taper",
+        taper_base="layer",
+        taper_warmup=1.0,
+        taper_end=2.0,
+        taper_final=True,
+        bias=True,
+        tie_embeddings=False,
+    )
+    model = shake(GPT(config)).train()
+    model.set_step(1, 10)
+    model(tokens(4, T, seed=3))
+    model.set_step(5, 10)
+    model.eval()
+    close(to_folded(model)(tokens(2, T)), model(tokens(2, T)), 1e-11)
+
+
 # ------------------------------------------------------------------------------------- transformers
 
 
@@ -198,3 +221,24 @@ def test_impossible_values_are_refused(keys, words):
     with pytest.raises(ConfigError) as error:
         replace(GEMMA, **keys)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("name", ["window", "attn_scale", "embed_scale", "activation"])
+def test_export_refuses_what_no_supported_architecture_computes(name):
+    plain = GPTConfig(
+        vocab_size=40, norm_type="rms", position="rope", activation="swiglu", local_blocks=""
+    )
+    hf_config(plain)
+    keys = {name: getattr(GEMMA, name)}
+    if name == "window":
+        keys["local_blocks"] = "l"
+    with pytest.raises(HFError, match=name):
+        hf_config(replace(plain, **keys))
+
+
+@pytest.mark.parametrize("name", ["window", "attn_scale", "embed_scale", "local_rope_theta"])
+def test_a_start_from_another_function_is_refused(name, tmp_path):
+    other = replace(GEMMA, **{name: 2 * getattr(GEMMA, name)})
+    check_same_model(asdict(GEMMA), GEMMA, tmp_path, SAME_FUNCTION)
+    with pytest.raises(CheckpointError, match=name):
+        check_same_model(asdict(other), GEMMA, tmp_path, SAME_FUNCTION)

@@ -100,6 +100,32 @@ def test_what_is_written_is_the_folded_model(
     assert torch.equal(run(hub.load(tmp_path / "again"), x), run(after, x))
 
 
+def test_links_out_of_the_folder_are_not_copied(folder, tmp_path):
+    """What is written gets uploaded (tests/hf/test_export.py has more kinds of links)."""
+    source, out = folder("OPTForCausalLM", **OPT), tmp_path / "out"
+    (tmp_path / "secret").write_text("secret")
+    for name in ("tokenizer_x.json", "vocab.json"):
+        (source / name).symlink_to(tmp_path / "secret")
+    hub.save(hub.load_pretrained(source), out, source=source)
+    copied = {path.name for path in out.iterdir()}
+    assert "tokenizer.json" in copied and not copied & {"tokenizer_x.json", "vocab.json"}
+
+
+def test_a_buffer_that_is_not_saved_is_not_centred(folder, tmp_path, capsys):
+    xglm = dict(
+        d_model=16, num_layers=1, attention_heads=2, ffn_dim=24, max_position_embeddings=32, **WORDS
+    )
+    source, out = folder("XGLMModel", **xglm), tmp_path / "out"
+    convert.main([str(source), "--to=rms", "--insert", f"--out={out}"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["inserted"] == 1
+    before, after = hub.load_pretrained(source), hub.load(out)
+    x = {"input_ids": torch.arange(30)[None], "use_cache": False}
+    expected = run(before, x)
+    torch.testing.assert_close(
+        run(after, x), expected, rtol=0, atol=3e-6 * float(expected.abs().max())
+    )
+
+
 def test_nothing_is_left_of_a_folder_that_is_another_model(folder, tmp_path, monkeypatch):
     source, load = folder("OPTForCausalLM", **OPT), hub.load
 

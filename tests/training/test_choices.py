@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import ROOT, TINY, losses, records, same_weights
 
-from common.errors import ConfigError
+from common.errors import CheckpointError, ConfigError
 from common.old_keys import AUTO
 from configurator import parse_args
 from norm_types import NORM_TYPES
@@ -82,6 +82,16 @@ def test_an_older_run_goes_on_as_it_was():
     then |= {"dtype": "bfloat16", "merge_micro_batches": 4}
     kept = choices.keep(config(compile=True), then, "cpu", Path())
     assert kept == {"dtype": "bfloat16", "merge_micro_batches": 4}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("dtype", ["float32"]), ("compile", "yes"), ("merge_micro_batches", -3)],
+)
+def test_a_damaged_config_in_a_checkpoint_is_named(key, value):
+    then = dataclasses.asdict(config()) | {key: value}
+    with pytest.raises(CheckpointError, match=r"there\.pt: .*damaged"):
+        choices.keep(config(), then, "cpu", Path("there.pt"))
 
 
 def test_what_is_merged_divides_the_micro_batches_of_a_step():
