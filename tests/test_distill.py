@@ -171,8 +171,8 @@ def test_resume_is_exact(method, dtype, words, tmp_path):
             distill.main([*halves, *more])
 
 
-def test_other_data_are_refused_on_resume(words, run_folder, tmp_path):
-    """Text and held-out text of the same size, and another teacher."""
+def test_other_data_are_refused_on_resume_and_another_place_is_told(words, run_folder, tmp_path):
+    """Text and held-out text of the same size, and another teacher; other code and versions."""
     whole = (run_folder / "text.txt").read_text()
     middle = len(whole) // 2
     other = whole[:middle] + whole[middle : middle + 40][::-1] + whole[middle + 40 :]
@@ -192,6 +192,16 @@ def test_other_data_are_refused_on_resume(words, run_folder, tmp_path):
         with pytest.raises(CheckpointError, match=r"trained on other data \(teacher:"):
             distill.main([*words, "--max_iters=2"])
     assert contents(tmp_path / "out") == before
+    path = tmp_path / "out" / DISTILLING
+    state = torch.load(path, weights_only=True)
+    state["provenance"]["world_size"] = 4
+    state["provenance"]["versions"]["torch"] = "1.0"
+    torch.save(state, path)
+    distill.main([*words, "--max_iters=2", "--device=auto"])  # the same device
+    told = records(tmp_path / "out")
+    resume = next(event for event in told if event["event"] == "resume")
+    versions = f"torch 1.0 -> {torch.__version__}"
+    assert resume["changed"] == ["max_iters 1 -> 2", "world_size 4 -> 1", versions]
 
 
 def changed(gpt: GPT) -> GPT:
@@ -427,6 +437,13 @@ def test_memory_estimate(keys, bytes_of_weight, capsys, run_folder):
     assert parts["trained"] == (16 if bytes_of_weight == 4 else 18) * wanted
     added = ("weights", "trained", "activations", "dora", "kl")
     assert parts["total"] == sum(parts[name] for name in added)
+
+
+def test_memory_estimate_of_a_published_shape(capsys):
+    """At once, for no weights are drawn. One GPU of 141 GB is enough."""
+    distill.main(["--teacher=random:qwen3-8b", "--estimate", "--dtype=bfloat16"])
+    parts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert parts["parameters"] == 8_190_735_360 and 60 < parts["total"] / adapters.GIB < 130
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "dora"])

@@ -586,6 +586,16 @@ def test_draws_are_those_of_rms_but_for_the_declared_factor(norm_type, shape):
     }
 
 
+def test_mixlns_border_is_a_quarter_of_the_blocks():
+    """12 blocks: 3 with Post-LN; 24: 6, as in the authors' POST_NUM."""
+    for depth, first in ((12, 3), (24, 6), (4, 1), (7, 1), (3, 0)):
+        letters = plan("mixln", depth).letters
+        expected = "R" * (2 * depth + 1)
+        if first:
+            expected = "I" + "P" * (2 * first - 1) + "B" + "R" * 2 * (depth - first)
+        assert letters == expected
+
+
 @pytest.mark.parametrize(
     ("width", "attention", "others"),
     [

@@ -762,6 +762,17 @@ def test_what_is_no_archive_of_runs_is_refused(tmp_path, content):
         find_runs([path])
 
 
+def test_an_archive_with_odd_members_is_read_as_far_as_it_has_runs(sweep, tmp_path):
+    """Names that collide, and one outside: nothing is unpacked, so they can write nowhere."""
+    path = tmp_path / "runs.tar.xz"
+    log = (sweep / "rms-8/log.jsonl").read_bytes()
+    archive.write(path, {"rms-8/log.jsonl": log, "rms-8/log.jsonl/x": b"", "rms-8/a/b": b""})
+    assert [run.arm for run in find_runs([path])] == ["rms"]
+    archive.write(path, {"../outside/log.jsonl": log, "rms-8": b"x"})
+    with pytest.raises(UserError, match="start event"):
+        find_runs([path])
+
+
 def test_what_never_ends_is_no_file_of_a_run(tmp_path, monkeypatch):
     """1.5 MB may unpack to 10 GiB; to open a pipe waits for its writer."""
     run = write_run(tmp_path, "rms", 8)

@@ -6,6 +6,7 @@ python -m pytest tests/test_train.py
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -376,13 +377,21 @@ def test_resume_from_a_path(launch, train_ok, tiny_data, tmp_path):
     assert job.wait() == [1] and "holds another run" in job.text()
 
 
-def test_a_taper_is_not_resumed_backwards(launch, train_ok, tiny_data, tmp_path):
+def test_resume_takes_new_settings_and_refuses_a_taper_backwards(
+    launch, train_ok, tiny_data, tmp_path
+):
     words = (*TINY, "--norm_type=taper", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     train_ok(*words)  # its schedule is in shares of max_iters
     before = contents(tmp_path / "run")
     job = launch(*words, "--max_iters=80")
     assert job.wait() == [2] and "backwards" in job.text() and "keep max_iters" in job.text()
     assert before == contents(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    for name, decay in (("run", 0.2), ("same", 0.1)):
+        train_ok(
+            *words, f"--weight_decay={decay}", "--max_iters=42", f"--out_dir={tmp_path / name}"
+        )
+    assert not same_weights(tmp_path / "run", tmp_path / "same")
 
 
 def test_two_processes_do_not_train_in_one_folder(launch, tiny_data, tmp_path):

@@ -111,6 +111,11 @@ def test_what_is_read_from_generated_source():
     assert partial.is_of_norms(16)
 
 
+def test_a_buffer_of_unknown_shape_is_an_error_not_a_zero():
+    with pytest.raises(UserError, match="buf0"):
+        launches(SOURCE.replace("buf0 = reinterpret", "buf9 = reinterpret"), 4, 8)
+
+
 @pytest.mark.parametrize(
     ("seen", "unseen", "message"),
     [

@@ -276,6 +276,19 @@ def test_a_run_writes_table_and_records(tmp_path, capsys, upstream):
     assert readme.count("\n| ") == 2 + len(names) and "3 rounds," in readme and "MFU" not in readme
 
 
+def test_auto_is_bfloat16_on_cuda_and_float32_elsewhere():
+    precisions = {
+        kind: Precision("auto", types.SimpleNamespace(type=kind)) for kind in ("cpu", "mps")
+    }
+    assert all(found.dtype == torch.float32 and not found.is_low for found in precisions.values())
+    for name, low in (("bfloat16", True), ("float64", False)):
+        found = Precision(name, CPU)
+        assert found.is_low == low and found.weights == (torch.float32 if low else torch.float64)
+        with found.autocast():
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+        assert product.dtype == (torch.bfloat16 if low else torch.float32)
+
+
 def test_bfloat16_is_autocast_over_float32_weights():
     for name, low in (("bfloat16", True), ("float64", False)):
         found = Precision(name, CPU)
