@@ -368,7 +368,8 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path, capsys):
 def test_curves_alone_are_of_one_text(tmp_path):
     for seed in (8, 9):
         write_run(tmp_path, "rms", seed)
-    assert labels_of(find_runs([tmp_path])) == ["rms-8 seed=8", "rms-9 seed=9"]
+    labels = [f"{tmp_path / name} seed={name[-1]}" for name in ("rms-8", "rms-9")]
+    assert labels_of(find_runs([tmp_path])) == labels
     report.main([str(tmp_path)])
     assert (tmp_path / "loss.png").stat().st_size > 1000
     write_run(tmp_path, "layer", 8, start={"data": "y"})
