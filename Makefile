@@ -35,11 +35,11 @@ data/stdlib/meta.json: data/stdlib/prepare.py $(VENV)/.installed
 
 demo: env data
 	PYTHON=$(BIN)/python ARMS="rms coupled" SEEDS=1 JOBS=2 OUT=out/two_norms \
-	  ./sweep.sh config/demo.py --max_iters=400 --eval_interval=100
+	  ./sweep.sh config/demo.py --max_iters=320 --eval_interval=80
 	$(BIN)/python sample.py out/two_norms/coupled-1 --prompt="$$(printf '$(PROMPT)')" \
 	  --max_new_tokens=250 --temperature=0.7
 	$(BIN)/python report.py out/two_norms --baseline=rms
-	@echo 'One seed: no verdict. For one: ARMS="rms coupled" SEEDS="1 2 3 4" JOBS=2 OUT=out/four_seeds ./sweep.sh config/demo.py --max_iters=400'
+	@echo 'One seed: no verdict. For one: ARMS="rms coupled" SEEDS="1 2 3 4" JOBS=2 OUT=out/four_seeds ./sweep.sh config/demo.py --max_iters=320'
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

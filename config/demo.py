@@ -1,6 +1,6 @@
 """A 1 M parameter byte-level GPT on the sources of Python's standard library.
 
-`make demo` trains it for 400 steps, as rms and as coupled.
+`make demo` trains it for 320 steps, as rms and as coupled.
 
 Time: one to two minutes on a two-core CPU.
 Loss: a val loss of about 1.27 nats per byte at the end (results/cpu/demo).
