@@ -340,7 +340,8 @@ class Text:
         self, config: DistillConfig, teacher: GPT, ranks: Ranks, commit: str | None = None
     ):
         if not commit and not config.local and config.dataset != "random":
-            commit = ranks.of_main(newest_commit(config.dataset))
+            asked = ranks.together(lambda: newest_commit(config.dataset) if ranks.is_main else None)
+            commit = ranks.of_main(asked)
         self.commit = commit
         self.config = config
         self.meta = teacher.meta

@@ -239,6 +239,12 @@ class Progress:
         print(summary(counts))
 
 
+def remove_shards(folder: Path, name: str) -> None:
+    """Remove the shards of this name, and how far they had come, to begin anew."""
+    for path in [*folder.glob(f"{name}_*.bin"), folder / "progress.json"]:
+        path.unlink(missing_ok=True)
+
+
 def write_shards(
     read: Callable[[int], Iterator[Document]],
     name_of: Callable[[int], str],

@@ -148,10 +148,10 @@ def feeds(line: Line) -> Feeds:
         return Feeds(failure=f"{describe(node)} need not have a zero mean")
     failure = f"{describe(node)} does not keep a zero mean"
     try:
-        found = tuple(_feeding(line)) if is_float(node) and _is_linear(node) else None
-        if found is None:
+        if not (is_float(node) and _is_linear(node)):
             return Feeds(failure=failure)
         trial = Trial(node)
+        found = tuple(_feeding(trial, line))
         centred = {}
         for at in found:
             blocks = blocks_of(trial.values[at.node], at)
@@ -168,9 +168,8 @@ def _is_linear(node: Node) -> bool:
     return str(made.target).startswith(LINEAR)
 
 
-def _feeding(line: Line) -> Iterator[Line]:
+def _feeding(trial: Trial, line: Line) -> Iterator[Line]:
     """Yield the lines of an operation's inputs of which it passes a constant on to `line`."""
-    trial = Trial(line.node)
     for x in trial.values:
         for at in lines_of(x, line.block) if is_float(x) and not x.meta["fixed"] else ():
             change, other = trial.changes(at)

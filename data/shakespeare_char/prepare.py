@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.errors import ConfigError, DataError, run_program
 from common.lock import FolderLock
 from common.output import write_bytes_atomically
-from data.prepare import PrepareConfig, prepare
+from data.prepare import PrepareConfig, prepare, remove_shards
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
@@ -27,8 +27,7 @@ def main(argv: list[str]) -> None:
     text = Path(__file__).resolve().with_name("input.txt")
     with FolderLock(text.parent):
         # Anew each time: it takes a moment.
-        for path in [*text.parent.glob("shakespeare_char_*.bin"), text.with_name("progress.json")]:
-            path.unlink(missing_ok=True)
+        remove_shards(text.parent, "shakespeare_char")
         if not text.exists():
             try:
                 with urllib.request.urlopen(URL, timeout=60) as response:

@@ -26,6 +26,7 @@ from data.prepare import (
     ShardKeys,
     after,
     meta_of,
+    remove_shards,
     shard_name,
     write_shards,
 )
@@ -64,8 +65,7 @@ def main(argv: list[str]) -> None:
     config = ShardKeys(out_dir=str(folder), tokenizer="bytes")
     with FolderLock(folder):
         # Anew each time: another Python has another library.
-        for path in [*folder.glob("stdlib_*.bin"), folder / "progress.json"]:
-            path.unlink(missing_ok=True)
+        remove_shards(folder, "stdlib")
         progress = Progress(folder, {"tokenizer": "bytes"}, meta_of("bytes", iter(())))
         counts: Counter = Counter()
         for split in SPLITS:

@@ -289,15 +289,6 @@ def test_auto_is_bfloat16_on_cuda_and_float32_elsewhere():
         assert product.dtype == (torch.bfloat16 if low else torch.float32)
 
 
-def test_bfloat16_is_autocast_over_float32_weights():
-    for name, low in (("bfloat16", True), ("float64", False)):
-        found = Precision(name, CPU)
-        assert found.is_low == low and found.weights == (torch.float32 if low else torch.float64)
-        with found.autocast():
-            product = torch.ones(2, 2) @ torch.ones(2, 2)
-        assert product.dtype == (torch.bfloat16 if low else torch.float32)
-
-
 @pytest.mark.parametrize(
     ("cpu", "channels", "expected"),
     [
