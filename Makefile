@@ -1,6 +1,7 @@
 # make demo    environment, embedded data set, rms and coupled trained side by side (some four
 #              minutes on two cores), a text sample, a table, a page
-# make test    environment, linter, whole test suite
+# make test    environment, linter, whole test suite but for tests/test_slurm.py, which waits for a
+#              Slurm for a quarter of an hour
 # Both need Python 3.11+ and its headers, a C++ compiler and a package index; neither needs a GPU.
 # make faults  kill train.py and the data programs at each call that changes a file, or fail the
 #              call (hours)
@@ -46,7 +47,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 
 test: lint data
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --ignore=tests/test_slurm.py
 
 faults: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fault_injection

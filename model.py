@@ -441,7 +441,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, norm2 = (plan.place(2 * index + part) for part in range(2))
         self.attn = Attention(config, plan, index)
-        self.norm2 = norm2
+        self.norm2 = norm2  # after attn, so that parameters are in the order of older models
         self.mlp = MLP(config, plan)
         self.dropout = nn.Dropout(config.dropout)
 

@@ -153,7 +153,7 @@ class NormConfig:
         0, "coupled: steps after which alpha is set to the measured drift (0: never)", least=0
     )
     coupled_grad: str = key(
-        "detach", "coupled: gradient through the shared statistic", ("detach", "full")
+        "detach", "coupled: gradient of shared positions in the statistic", ("detach", "full")
     )
     coupled_impl: str = key(
         "scale",

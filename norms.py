@@ -232,14 +232,15 @@ class RMSNorm(Norm):
 class SharedRMSNorm(Norm):
     """CoupledNorm's shared position: h * inv_rms / alpha * gain, inv_rms from an earlier position.
 
+    So the statistic is of the stream as it was there, before the sublayers between were added.
     Loretz & Hochreiter 2026, equation 6; alpha is that of section 5.3.
 
     Args:
         alpha: typical RMS(h) / RMS at the position that computed the statistic.
-        detach: no gradient flows into the statistic (section 4.3: "a scalar constant"), so that
-            backward needs no reduction over channels for x. The tensor inv_rms that is handed on
-            stays attached to the graph: each function that uses it returns no gradient for it
-            (kernels/reference.py, SharedRMSScale; kernels/row_norm.py, backward_kernel).
+        detach: this position sends no gradient into the statistic (section 4.3: "a scalar
+            constant"), so that backward needs no reduction over channels for x. The norm that
+            computed it keeps its own gradient: inv_rms stays attached to the graph, and each
+            function that uses it here returns no gradient for it (kernels/reference.py).
         calibrated: alpha is a buffer, which `calibrate` sets to the measured drift.
     """
 
@@ -261,7 +262,6 @@ class SharedRMSNorm(Norm):
     def forward(self, h: Tensor, inv_rms: Tensor) -> tuple[Tensor, Tensor]:
         scale = self.scale(inv_rms)
         if self.detach:
-            # The kernel's backward gives no gradient for `scale`: here the statistic is detached.
             return shared_rms_scale(h, scale, self.gain, self.kernels), inv_rms
         # There is no kernel for a statistic that carries a gradient: plain PyTorch.
         return self.affine(h.to(scale.dtype) * scale, h.dtype), inv_rms
@@ -426,8 +426,8 @@ class LearnedScale(Norm):
 class Place(nn.Module):
     """One letter of the plan: add what the sublayer gave, then normalise what is read next.
 
-    Without the options below h = x + delta and y = norm(h). Here, and nowhere else, a kernel is
-    chosen that adds and normalises.
+    Without the options below h = x + delta and y = norm(h). This class (and model.FoldedBlock)
+    decides which function of kernels/ does both.
 
     Args:
         norm: of the sum h.

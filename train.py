@@ -12,9 +12,9 @@
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \\
       train.py config/coupled.py
 
-A run writes config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt into out_dir. The
-same command resumes it. SIGTERM, Ctrl-C and a closed terminal finish the step, save a checkpoint,
-and exit with 0.
+A run writes config.json, log.jsonl, ckpt_last.pt (at each evaluation, or checkpoint_interval),
+ckpt_best.pt and samples.txt into out_dir. The same command resumes it. SIGTERM, Ctrl-C and a closed
+terminal finish the step, save a checkpoint, and exit with 0.
 
 The keys are those of TrainConfig. `train` sets up a run, in order; training/loop.py has its steps,
 which train NextToken.

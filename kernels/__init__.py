@@ -1,8 +1,8 @@
 """Norms and activations of a GPT as fused kernels, forward and backward, and their dispatch.
 
 A call goes from a norm to its Triton kernel in three steps: a function of this file names the
-arguments and chooses the implementation; binding.py gives it a gradient; row_norm.py, which is its
-forward pass, starts the kernel.
+arguments and chooses the implementation; binding.py gives it a gradient; row_norm.py starts the
+kernel (through rows.launch).
 
     reference.py   what each function computes, in plain PyTorch; it runs in float64, on CPUs, under
                    torch.compile and torch.func, and has the second derivatives

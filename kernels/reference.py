@@ -305,7 +305,7 @@ def norm_add_norm_backward(
         q = dy w_in s,   dx = q - h s^2 (<q, h> + s ds) / n + dh,   dw_in = sum of dy s h
         r = dx w_out p,  da = r - a p^2 <r, a> / n,                 dw_out = sum of dx p a
 
-    These are the formulas of rms_norm_backward in terms of h and of a, which are kept, and not of
+    These are the formulas of _through_norm in terms of h and of a, which are kept, and not of
     h s and a p, which inductor would keep in float32. dx is rounded before it is used for da: so
     inductor, which makes a kernel for each line, hands it on in the type of h.
 

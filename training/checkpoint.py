@@ -8,7 +8,7 @@ A checkpoint is one file, a dict of tensors and plain values, on any number of r
     meta           the tokenizer
     model          uncompiled weights, and the state of the norms
     optimizer      moments by the name of their parameter, {name: {"exp_avg": ..., ...}}
-    scaler, best_val_loss
+    scaler, best_val_loss, stability
     provenance     data, machine, code of the run (training/run.py)
 
 The random streams and the data position of a run are functions of (seed, step, rank), so `step`
