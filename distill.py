@@ -57,6 +57,7 @@ from data.documents import input_files, newest_commit
 from hf import weights
 from load import load_config, load_model
 from model import GPT, cross_entropy
+from norm_types import SHARED
 from posthoc import adapters
 from posthoc.coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from posthoc.student import Pair, bytes_of, finished, make_student
@@ -126,6 +127,12 @@ class StudentKeys:
         None,
         "standard blocks at the start (auto: fewest whose KL is within the budget)",
         least=0,
+    )
+    alpha: float | None = key(
+        None,
+        "divides every shared statistic (auto: by least squares, a number for each)",
+        least=1e-6,
+        most=1e6,
     )
     budget: float = key(
         0.01,
@@ -508,7 +515,11 @@ def choose(config: DistillConfig, teacher: GPT, text: Text) -> tuple[str, tuple[
             raise ConfigError(f"coupled_first={first}: the teacher has {blocks} blocks")
         plan = first_plan(blocks, first)
     view(teacher, plan)  # raises for a plan that does not fit
-    return spell(plan.replace(" ", "")), calibration.alpha(plan)
+    letters = plan.replace(" ", "")
+    alpha = calibration.alpha(plan)
+    if config.alpha is not None:
+        alpha = tuple(config.alpha if letter == SHARED else 1.0 for letter in letters)
+    return spell(letters), alpha
 
 
 def write_student(student: GPT, folder: Path, step: int) -> None:

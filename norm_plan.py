@@ -453,6 +453,7 @@ class NormPlan:
             (recipe.has_bias and not self.bias, "biases in norms"),
             (set(self.outputs) > {NONE}, f"eps {config.output_eps:g} in output norms"),
             (config.decays_gains, "weight decay on gains"),
+            (config.taper_final and not config.taper_anchor, "logits may grow: no taper_anchor"),
             (recipe.learned_scale, f"embeddings times a learned {math.sqrt(self.channels):.4g}"),
             *(
                 (not math.isclose(factor, 1), f"initial {part} {factor:.4g} times the common")

@@ -238,9 +238,8 @@ class SharedRMSNorm(Norm):
     Args:
         alpha: typical RMS(h) / RMS at the position that computed the statistic.
         detach: this position sends no gradient into the statistic (section 4.3: "a scalar
-            constant"), so that backward needs no reduction over channels for x. The norm that
-            computed it keeps its own gradient: inv_rms stays attached to the graph, and each
-            function that uses it here returns no gradient for it (kernels/reference.py).
+            constant"): backward needs no reduction over channels. The norm that computed it keeps
+            its own gradient: inv_rms stays attached to the graph (kernels/reference.py).
         calibrated: alpha is a buffer, which `calibrate` sets to the measured drift.
     """
 

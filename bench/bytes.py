@@ -46,10 +46,11 @@ from torch import Tensor, nn
 from bench.cuda_codegen import cuda_code
 from common.environment import environment, installed
 from common.errors import ConfigError, UserError, run_program
-from common.output import made_with, markdown, write_results
+from common.output import made_with, markdown, read_json, write_results
 from configurator import key, parse_args
 from model import GPT, Attention, GPTConfig, make_block
 from norm_plan import NormPlan
+from norm_types import NORM_TYPES
 
 # ----------------------------------------------------------------------- counting, from source text
 
@@ -331,33 +332,17 @@ def bytes_of_one_more_block(
 
 # -------------------------------------------------------------------------------------- the program
 
+# Blocks of mixln are those of post and of rms; taper begins as rms and ends as none.
+MIXTURES = ("mixln", "taper")
 ARMS = {
-    "layer": {},
-    "rms": {},
-    "coupled": {},
+    **{name: {} for name in NORM_TYPES if name not in MIXTURES},
     "coupled, fold": {"coupled_impl": "fold"},
     "coupled, full gradient": {"coupled_grad": "full"},
-    "cbwc": {},
     "rms, no gains": {"norm_gain": "none"},
     "coupled, no gains": {"norm_gain": "none"},
     "rms, gains 1 + weight": {"norm_gain": "one_plus"},
     "rms, QK-norms": {"qk_norm": "head"},
-    "lns": {},
-    "dyt": {},
-    "derf": {},
-    "bhyt": {},
-    "gatednorm": {},
-    "seednorm": {},
-    "post": {},
-    "deepnorm": {},
-    "keel": {},
-    "hybrid": {},
-    "olmo2": {},
-    "peri": {},
-    "none": {},
 }
-# Blocks of mixln are those of post and of rms; taper begins as rms and ends as none.
-MIXTURES = ("mixln", "taper")
 
 
 @dataclass(frozen=True)
@@ -365,6 +350,7 @@ class LedgerConfig(GPTConfig):
     """Keys of bench/bytes.py: a model's shape, and how many tokens it sees at once."""
 
     tokens: int = key(65536, "tokens of a micro-batch; a multiple of block_size", least=1)
+    arms: str = key("", "count these, with semicolons between ('': all); OUT keeps its others")
     out: str = key("", "write README.md and ledger.jsonl into this folder")
 
     def __post_init__(self) -> None:
@@ -425,36 +411,40 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 def main(argv: list[str]) -> None:
     config, _ = parse_args(LedgerConfig, argv, __doc__)
     rows = {}
-    for arm in ARMS:
+    for arm in [arm.strip() for arm in config.arms.split(";")] if config.arms else ARMS:
+        if arm not in ARMS:
+            raise ConfigError(f"arms: there is no {arm!r}: take of {'; '.join(ARMS)}")
         rows[arm] = count(config, arm)
         figures = ", ".join(f"{name} {value:,.0f}" for name, value in rows[arm].items())
         print(f"{arm}: {figures}", flush=True)
-    print(table(rows))
     if config.out:
         write(Path(config.out), config, rows)
     print(json.dumps(rows))
 
 
 def write(folder: Path, config: LedgerConfig, rows: dict[str, dict[str, float]]) -> None:
-    """Write README.md and ledger.jsonl, one line per arm."""
+    """Write README.md and ledger.jsonl, one line per arm, with what is there of other arms."""
     place = environment(torch.device("cpu"))
     shape = {
         name: getattr(config, name)
         for name in ("n_embd", "n_head", "inner", "block_size", "tokens")
     }
     size = f"d = {config.n_embd}, {config.tokens:,} tokens"
-    records = [
-        {"norms": arm, "bytes_per_token": row, **shape, **place} for arm, row in rows.items()
-    ]
+    old = read_json(folder / "ledger.jsonl") if config.arms else []
+    records = {record["norms"]: record for record in old}
+    for arm, row in rows.items():
+        records[arm] = {"norms": arm, "bytes_per_token": row, **shape, **place}
+    all_rows = {arm: record["bytes_per_token"] for arm, record in records.items()}
+    keys = made_with(dataclasses.replace(config, arms=""))
     versions = f"torch {torch.__version__}, triton {installed('triton')['triton']}"
     text = f"""# Bytes that the norms of a block move in training
 
 kB per token and block, forward + backward; in brackets the difference from `rms`. {size}.
 Counted in the code that inductor generates for an H200, without one; {versions}, commit
-{place["git"]}. Made by `python -m bench.bytes {made_with(config)}`; what is counted stands at the
+{place["git"]}. Made by `python -m bench.bytes {keys}`; what is counted stands at the
 head of that program.
 
-{table(rows)}
+{table(all_rows)}
 
 - one block: a bfloat16 block alone, closed by a product that adds the residual itself. With output
   norms, or norms that replace the stream, no product closes a block, so it has no such figure
@@ -466,8 +456,10 @@ head of that program.
 - copied: the same, with an addmm that copies its residual operand first, as PyTorch's does
 - float32 stream: what one more block costs train.py's model by default; whole: with attention's and
   the MLP's kernels
+- rows that were counted at another time have their commit in ledger.jsonl. What the two products of
+  a gate of gatednorm move is not counted, as of any product
 """
-    write_results(folder, "ledger", records, "README.md", text)
+    write_results(folder, "ledger", list(records.values()), "README.md", text)
 
 
 if __name__ == "__main__":

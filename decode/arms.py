@@ -14,10 +14,9 @@ M layer_fused     LayerNorm in its exact centred form (cbwc), everything fused
 O own             the model's own norms, as A
 P own_fused       the model's own norms, everything fused that can be
 
-The arms A to M put another norm at every position of a pre-norm layout. Other layouts (output
-norms, norms that replace the stream, a norm of the embeddings, DyT and Derf with their learned
-scale, BHyT, GatedNorm, SeeDNorm) have the arms O and P alone: with A's norms they would be other
-models.
+The arms A to M put another norm at every position of a pre-norm layout of R, L, s, T or I. All
+others (output norms, norms that replace the stream, a norm of the embeddings, norms of other
+letters) have the arms O and P alone: with A's norms they would be other models.
 """
 
 import copy

@@ -22,8 +22,8 @@ its end. So figures that others have measured stand beside it (MEASURED), where 
 
 A norm counts as one launch, because it works on rows: in a compiled step it is one, and our kernels
 for RMSNorm and LayerNorm are. Where the norms of a fused step are called directly, on a GPU,
-PyTorch runs several kernels for DynamicTanh, DynamicErf, BoundedTanh, SeeDNorm, GatedNorm, and P or
-B with a residual weight or a reader; `bench_decode.py --trace` shows them.
+PyTorch runs several kernels for those of other letters than R, L and s, and P or B with a residual
+weight or a reader; `bench_decode.py --trace` shows them.
 """
 
 import functools

@@ -154,12 +154,17 @@ def stream(arms: Arms) -> str:
     """Draw the residual stream at every norm position, at the last evaluation; "" without it."""
 
     def at_positions(name: str) -> Values:
-        return lambda run: (np.arange(len(run.stream[name])) / 2, run.stream[name])
+        def values(run: Run) -> tuple[np.ndarray, np.ndarray]:
+            found = run.stream.get(name, np.zeros(0))  # older logs lack some
+            return np.arange(len(found)) / 2, found
+
+        return values
 
     panels = {
         "RMS of the stream": at_positions("rms"),
         "RMS / statistic used": at_positions("drift"),
         "SD of its logarithm": at_positions("spread"),
+        "share of the mean over channels": at_positions("mean_share"),
     }
     x_title = "block (whole: before attention, half: before the MLP, last: final norm)"
     return lines(having(arms, "stream"), panels, x_title, log="RMS of the stream")

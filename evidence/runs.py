@@ -198,11 +198,11 @@ class Run:
     def stream(self) -> dict[str, np.ndarray]:
         """The residual stream at the last evaluation (training/stream.py).
 
-        "rms", "drift" and "spread" at each of the 2L + 1 norm positions, (2L + 1,) each. Empty in
-        logs that do not have them.
+        "rms", "drift", "spread" and "mean_share" at each of the 2L + 1 norm positions, (2L + 1,)
+        each. Older logs do not have all of them.
         """
         last = self.last("rms")
-        names = [name for name in ("rms", "drift", "spread") if name in last]
+        names = [name for name in ("rms", "drift", "spread", "mean_share") if name in last]
         return {name: np.array(last[name], dtype=float) for name in names}
 
     @cached_property

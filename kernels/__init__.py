@@ -21,10 +21,9 @@ x. Nothing is written in place. `mode` says which implementation runs:
     triton   Triton; an error without Triton or a GPU. float64 has no kernels and always runs in
              PyTorch
 
-A mode is about these functions alone. Norms that have no function here are plain PyTorch in every
-mode: DynamicTanh, BoundedTanh, SeeDNorm, the gate of GatedNorm, a shared position with
-coupled_grad=full, a taper's fixed phase, and the blending itself of a taper over LayerNorm or with
-a bias.
+A mode is about these functions alone. All else is plain PyTorch in every mode: norms of other
+letters than R, L, s and T, a shared position with coupled_grad=full, a taper's fixed phase, and the
+blending itself of a taper over LayerNorm or with a bias.
 """
 
 from collections.abc import Callable

@@ -265,9 +265,11 @@ def test_activation_checkpointing_changes_nothing(words, tmp_path, monkeypatch):
 
 
 def test_what_is_measured(words, monkeypatch):
-    """Losses are those of the models; first positions are told apart."""
-    loop = start(words)
+    """Losses are those of the models; first positions are told apart; alpha may be given."""
+    loop = start([*words, "--alpha=1.25"])
     distillation = loop.objective
+    assert distillation.alpha == (1, 1.25) * L + (1,)
+    assert distillation.pair.student.blocks[0].norm2.norm.alpha == 1.25
     pair = distillation.pair
     found = distillation.measure(loop, pair, "eval")
     ids = distillation.text.val  # (N, T)

@@ -41,6 +41,9 @@ class RMSStats:
     # geometric mean over tokens of RMS(h) / RMS(statistic used); 1 where the position has its own
     drift: Tensor
     spread: Tensor  # standard deviation over tokens of the logarithm of that ratio
+    # what LayerNorm takes away: the mean over channels, its root mean square over tokens as a share
+    # of rms
+    mean_share: Tensor
     # length of a token's logits around their mean; root of the mean square over tokens
     logit_norm: float | None = None
     # <gradient of a token's loss, h>, h the stream before the final norm; mean
@@ -71,7 +74,7 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
     """Statistics on tokens idx (B, T), dropout off; of the output too, if there are targets (B, T).
     Under FSDP all ranks must call it.
     """
-    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    rows: list[tuple[Tensor, ...]] = []
     output: list[float] = []
 
     def note(place: Place, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
@@ -79,9 +82,9 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
         _, h, used = outputs
         # (B, T, 1); a norm that replaces the stream has a statistic of its own, so no drift
         log_ratio = place.norm.log_drift(h, used)
-        rows.append(
-            (h.double().square().mean().sqrt(), log_ratio.mean().exp(), log_ratio.std(correction=0))
-        )
+        rms, mean = (part.double().square().mean().sqrt() for part in (h, h.double().mean(-1)))
+        drift = log_ratio.mean().exp()
+        rows.append((rms, drift, log_ratio.std(correction=0), mean / rms))
         # within forward, where FSDP has the head gathered
         if place is model.norm_f and targets is not None:
             x, delta, _ = inputs

@@ -58,6 +58,9 @@ def test_drift_is_the_ratio_of_the_rms(keys):
         close(stats.drift[position], ratio.mean().exp())
         close(stats.spread[position], ratio.std(correction=0))
         close(stats.rms[position], found[position].square().mean().sqrt())
+        squares = found[position].sum(-1).square().sum() / SHAPE.n_embd  # of the means, times C
+        close(stats.mean_share[position], (squares / found[position].square().sum()).sqrt())
+    assert stats.mean_share.min() > 0.1 and stats.mean_share.max() < 1
     assert stats.drift.max() > 1.1 and stats.spread.max() > 0.01
 
 
@@ -135,8 +138,9 @@ def test_the_output_is_measured_as_defined(keys):
     )
     radial = (h[0].grad * h[0]).sum() / TARGETS.numel()
     assert stats.radial_gradient == pytest.approx(radial.item(), rel=1e-9, abs=1e-12)
-    assert stats.record().keys() == {"rms", "drift", "spread", "logit_norm", "radial_gradient"}
-    assert measure(model, idx).record().keys() == {"rms", "drift", "spread"}
+    at_norms = {"rms", "drift", "spread", "mean_share"}
+    assert stats.record().keys() == at_norms | {"logit_norm", "radial_gradient"}
+    assert measure(model, idx).record().keys() == at_norms
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
@@ -164,7 +168,8 @@ def test_every_position_of_every_norm_type(norm_type):
     for position, (place, h) in enumerate(zip(model.places(), sizes, strict=True)):
         close(windows[position], (h.square().mean(-1) + place.norm.eps).sqrt())
     # A norm at the end holds the scale of the stream, whether it replaces the stream or not.
-    is_held = model.plan.letters[-1] in "LRPTG"
+    last = place.norm(h)[0]
+    is_held = (place.norm(2 * h)[0] - last).norm() < 1e-3 * last.norm()
     assert (abs(stats.radial_gradient) < 1e-3) == is_held
     # Only s, h and a taper can drift.
     if norm_type not in ("coupled", "bhyt", "taper"):
