@@ -5,13 +5,14 @@
       --modes=eager,compiled,graph
 
 The first argument is a model of ours (load_model's specs, converted by fold.gpt.to_rms) or a shape
-that transformers has (hf:gpt2, hf:bert, vit, opt, bloom, phi; random weights, folded by fold.fold).
-Arms: before, after, and before again (A/A), in randomised paired rounds. --sequential=50 adds the
-CBWC paper's protocol (appendix G.3): 50 passes to warm up, then 50 passes of one arm after the
-other, eager. That also measures what else the machine did in that time, so it is shown in addition
-to the paired ratio, not instead of it. A ratio above 1 means that folding made it faster. Where not
-all norms fold (hf:bert, 1 of 25), one more arm has them all swapped, as the paper's figures do:
-another function, for its time alone. The last line is JSON.
+that transformers has (hf:gpt2, hf:bert, vit, opt, bloom, gptj, phi; random weights, folded by
+fold.fold). Arms: before, after, before again (A/A), and the model without its norms, whose time
+tells the norms' share, in randomised paired rounds. --sequential=50 adds the CBWC paper's protocol
+(appendix G.3): 50 passes to warm up, then 50 passes of one arm after the other, eager. That also
+measures what else the machine did in that time, so it is shown in addition to the paired ratio, not
+instead of it. A ratio above 1 means that folding made it faster. Where not all norms fold (hf:bert,
+1 of 25), one more arm has them all swapped, as the paper's figures do: another function, for its
+time alone. The last line is JSON.
 """
 
 import copy
@@ -40,8 +41,10 @@ from fold.certificate import certify, randomize
 from fold.modules import Plan, Swap, swap_and_insert
 from hf.hub import import_transformers
 from load import load_model
+from model import GPT
 
 SWAPPED = "all norms swapped (timing only)"
+BARE = "no norms (timing only)"  # what it takes less is the norms' share
 MODES = ("eager", "compiled", "graph")
 # Name -> class, and what the published model sets other than transformers' defaults. The number of
 # positions is what --lengths needs.
@@ -52,6 +55,7 @@ HF_SHAPES = {
     "phi": ("PhiForCausalLM", {}),
     "opt": ("OPTForCausalLM", {}),
     "bloom": ("BloomForCausalLM", {"hidden_size": 1024, "n_layer": 24, "n_head": 16}),
+    "gptj": ("GPTJForCausalLM", {}),
 }
 
 
@@ -92,7 +96,8 @@ def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module],
         after, certificate = certify(before, gpt.to_rms, (tokens,))
         if not certificate.ok:
             raise UserError(f"{spec}: {certificate}")
-        return {"before": before, "after": after}, len(before.plan.letters)
+        bare = GPT(gpt.retype(before.config, "none")).eval()
+        return {"before": before, "after": after, BARE: bare}, len(before.plan.letters)
     name = spec.removeprefix("hf:")
     if name not in HF_SHAPES:
         shapes = ", ".join(f"hf:{shape}" for shape in HF_SHAPES)
@@ -115,6 +120,10 @@ def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module],
     if certificate.folded < report.total:
         arms[SWAPPED] = copy.deepcopy(before)
         swap_and_insert(Plan(swaps=list(swaps)), arms[SWAPPED])
+    arms[BARE] = copy.deepcopy(before)
+    for path, module in before.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            arms[BARE].set_submodule(path, nn.Identity())
     return arms, certificate.folded
 
 
@@ -162,6 +171,13 @@ def sequential(arm: Callable[[], Any], device: torch.device, count: int) -> floa
     return (perf_counter() - start) / count
 
 
+def peak_bytes(arm: Callable[[], Any], device: torch.device) -> int:
+    """Return the most memory that is in use during a pass, the weights of all arms included."""
+    torch.cuda.reset_peak_memory_stats(device)
+    arm()
+    return torch.cuda.max_memory_allocated(device)
+
+
 def measure(
     models: dict[str, nn.Module],
     config: FoldBenchConfig,
@@ -169,7 +185,7 @@ def measure(
     length: int,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Return one record: times, ratios with intervals, tokens/s."""
+    """Return one record: times, ratios with intervals, tokens/s, what norms take, GPU memory."""
     # All arms and lengths share the code of one forward: dynamo would reach its recompile limit.
     torch.compiler.reset()
     device = next(models["before"].parameters()).device
@@ -186,6 +202,9 @@ def measure(
         "ms": {name: 1e3 * middle for name, middle in medians.items()},
         "tok_per_s": {name: config.batch * length / middle for name, middle in medians.items()},
     }
+    record["norm_share"] = 1 - medians[BARE] / medians["before"]
+    if device.type == "cuda":
+        record["peak_bytes"] = {name: peak_bytes(arm, device) for name, arm in arms.items()}
     for name in (*list(arms)[1:], "before again"):
         record[f"before / {name}"] = asdict(paired_ratio(times["before"], times[name]))
     if config.sequential and mode == "eager":
@@ -202,6 +221,7 @@ def show(record: dict[str, Any]) -> str:
         parts.append(f"before / {name} {span(record[f'before / {name}'])}")
     for name, saved in list(record.get("sequential", {}).get("saved", {}).items())[1:]:
         parts.append(f"one after the other, {name} {saved:+.1%} saved")
+    parts.append(f"norms take {record['norm_share']:.1%}")
     return f"{record['mode']}, length {record['length']}: {'; '.join(parts)}"
 
 

@@ -5,7 +5,7 @@
 #
 #   repro/taper_finetune.sh gpt2   GPT-2 124M from the hub on FineWeb-Edu, 0.1 B tokens an arm: on a
 #                                  GPU, with data/fineweb_edu. Some five minutes an arm and seed on
-#                                  an H200 (estimate)
+#                                  an H200 (estimate). gpt2-medium, gpt2-large and gpt2-xl likewise
 #   repro/taper_finetune.sh cpu    our own model of `repro/table1.sh cpu`, trained with LayerNorm
 #                                  first: seven minutes of a CPU core a seed
 #
@@ -19,12 +19,11 @@ taper="taper --taper_base=layer"
 arms="layer '$taper --taper_warmup=0.1 --taper_end=0.5' '$taper --taper_warmup=0.3 --taper_end=0.3'"
 export ARMS="${ARMS:-$arms}" SEEDS="${SEEDS:-8 9 10 11}" HELLASWAG=${HELLASWAG:-off}
 case $scale in
-  gpt2)
-    KEEP=${KEEP:-results/$(gpu_name)/taper_finetune/runs.tar.xz}
-    export KEEP OUT=${OUT:-out/taper_finetune}
-    ./sweep.sh config/layer.py --init_from=openai-community/gpt2 --bias=True \
-      --activation=gelu_tanh --max_iters=200 --learning_rate=6e-5 --min_lr=6e-6 --warmup_iters=20 \
-      --eval_interval=20 --delta_val_loss=0.02 "$@" || status=$?
+  gpt2 | gpt2-medium | gpt2-large | gpt2-xl)
+    KEEP=${KEEP:-results/$(gpu_name)/taper_finetune/$scale/runs.tar.xz}
+    export KEEP OUT=${OUT:-out/taper_finetune/$scale}
+    ./sweep.sh config/layer.py --init_from="$scale" --max_iters=200 --learning_rate=6e-5 \
+      --min_lr=6e-6 --warmup_iters=20 --eval_interval=20 --delta_val_loss=0.02 "$@" || status=$?
     ;;
   cpu)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OUT=${OUT:-out/taper_finetune}
