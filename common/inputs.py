@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common.errors import UserError
+from .errors import UserError
 
 
 def check_regular(path: Path) -> None:

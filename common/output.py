@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from common.errors import ConfigError, UserError, cannot_write
+from .errors import ConfigError, UserError, cannot_write
 
 BEGINNING = 1 << 16  # bytes of a file that tell its kind
 RUN_CONFIG = rb'(?s)\s*\{.*"norm_type"'  # how the config.json of a run folder begins

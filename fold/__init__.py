@@ -55,8 +55,8 @@ ignored. That is not exact on trained weights, so such a report cannot be folded
 The modules of this package: choice.py decides which norms fold (cut.py: where to insert centrings),
 rules.py says what each operation does to a zero mean, lines.py recognises norms,
 graph.py follows the stream back to its sources, modules.py carries the fold out, certificate.py
-checks it. gains.py folds gains on the same graph. In the repository there are also hub.py, for
-models of transformers, and gpt.py, for its own model.
+checks it. gains.py folds gains on the same graph. hub.py is for models of transformers; the
+repository also has gpt.py, for its own model.
 """
 
 import copy

@@ -22,14 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import CheckpointError, ConfigError
-from common.inputs import check_regular, read_regular
-from common.output import parse_json
-from hf.config import MOST_LAYERS
-from hf.hub import MOST_JSON, companions, import_transformers, model_folder, read_config
-
 from .certificate import Certificate, first_line
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
+
+if __package__ == "fold":  # a clone
+    from common.errors import CheckpointError, ConfigError
+    from common.inputs import check_regular, read_regular
+    from common.output import parse_json
+    from hf import hub
+else:  # installed, as nanonorm.fold
+    from ..common.errors import CheckpointError, ConfigError
+    from ..common.inputs import check_regular, read_regular
+    from ..common.output import parse_json
+    from ..hf import hub
 
 FORMAT = 1
 RECIPE = "fold.json"
@@ -48,15 +53,17 @@ def load_pretrained(spec: str | Path) -> nn.Module:
         ConfigError: transformers has no such class or cannot load the folder, or weights are
             missing, which transformers would fill with random numbers.
     """
-    folder = model_folder(spec)
-    config = read_config(folder)
-    transformers = import_transformers()
+    folder = hub.model_folder(spec)
+    config = hub.read_config(folder)
+    transformers = hub.import_transformers()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for key, value in config.items():
         # n_layer, num_hidden_layers and the like: transformers would build them all first
-        if "layer" in key and type(value) is int and value > MOST_LAYERS:
-            raise ConfigError(f"{spec}: {key}={value} in config.json is more than {MOST_LAYERS}")
+        if "layer" in key and type(value) is int and value > hub.MOST_LAYERS:
+            raise ConfigError(
+                f"{spec}: {key}={value} in config.json is more than {hub.MOST_LAYERS}"
+            )
     name = str((config.get("architectures") or ["AutoModel"])[0])
     if not hasattr(transformers, name):
         raise ConfigError(
@@ -106,7 +113,7 @@ def save(
         model.config.weightless_norms = hashlib.sha256(told.encode()).hexdigest()
     model.save_pretrained(folder)
     # A tokenizer and the like, where save_pretrained has not written the file itself
-    for path in companions(model_folder(source)) if source else ():
+    for path in hub.companions(hub.model_folder(source)) if source else ():
         if not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
     if is_changed:
@@ -125,9 +132,9 @@ def load(spec: str | Path) -> nn.Module:
         CheckpointError: fold.json is missing or damaged.
         ConfigError: transformers cannot load the folder.
     """
-    path = model_folder(spec) / RECIPE
+    path = hub.model_folder(spec) / RECIPE
     try:
-        recipe = parse_json(read_regular(path, MOST_JSON))
+        recipe = parse_json(read_regular(path, hub.MOST_JSON))
         swaps = [Swap(**swap) for swap in recipe["swaps"]]
         insertions = [Insertion(**found) for found in recipe["insertions"]]
     except (OSError, ValueError, KeyError, TypeError) as error:

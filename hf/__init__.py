@@ -3,4 +3,5 @@
 hub: where they come from; config: their config.json and ours; weights: their weights and ours;
 coupled: makes transformers know the classes of modeling_coupled, which is copied into exported
 folders and knows nothing of this repository. Importing any other file does not import transformers.
+The wheel has hub alone.
 """

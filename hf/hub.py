@@ -1,6 +1,6 @@
 """Get models of Hugging Face: from a folder, the hub, the package transformers.
 
-Nothing here knows our GPT.
+Nothing here knows our GPT. The wheel has this file too, as nanonorm.hf.hub.
 """
 
 import importlib
@@ -11,13 +11,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.errors import HFError
-from common.inputs import read_regular
-from common.output import parse_json
+if __package__ == "hf":  # a clone
+    from common.errors import HFError
+    from common.inputs import read_regular
+    from common.output import parse_json
+else:  # installed, as nanonorm.hf
+    from ..common.errors import HFError
+    from ..common.inputs import read_regular
+    from ..common.output import parse_json
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")  # owner/name, but not the path of a checkpoint
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # as nanoGPT names them
 MOST_JSON = 1 << 24  # bytes of a config.json
+MOST_LAYERS = 2048  # of a foreign config.json
 # Files next to the weights that an export copies.
 COMPANIONS = (
     "tokenizer.json",
@@ -97,8 +103,10 @@ def import_transformers() -> ModuleType:
 
     It must not take our folder kernels/ for Hugging Face's package of that name. transformers looks
     once for a module `kernels` and remembers the answer, so the name is hidden while it looks, and
-    it always runs its own plain PyTorch code.
+    it always runs its own plain PyTorch code. Installed we have no folder of that name.
     """
+    if __package__ != "hf":
+        return importlib.import_module("transformers")
     hidden = sys.modules.get("kernels")
     # None makes find_spec and import report that there is no such module.
     sys.modules["kernels"] = None  # type: ignore[assignment]

@@ -1,5 +1,5 @@
 """What `pip install .` installs: nanonorm.fold and nanonorm.kernels, in a process that has torch
-and not the clone.
+and not the clone; nanonorm.fold.hub in one that has transformers too.
 
     python -m pytest tests/test_installed.py
 """
@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
 from helpers import ROOT
+from hf_models import needs_transformers
 
 PROGRAM = """
 import importlib, pkgutil, sys
@@ -53,26 +55,58 @@ assert torch.equal(y, reference.rms_norm(x, None, None, 1e-5, 1, 5)[0])
 print(len(names))
 """
 
+HUB = """
+import torch, transformers
+from nanonorm.fold import analyze, fold, hub
 
-def test_every_shipped_module_works_without_the_clone(tmp_path):
+sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=24)
+config = transformers.OPTConfig(vocab_size=50, word_embed_proj_dim=16, pad_token_id=0, **sizes)
+transformers.OPTForCausalLM(config).save_pretrained("opt")
+model = hub.load_pretrained("opt")
+inputs = hub.example_inputs(model, 0)
+folded, certificate = fold(model, analyze(model, inputs), untie=True)
+assert certificate.ok and certificate.folded == 3, certificate
+hub.save(folded, "rms", certificate, "opt")
+again = hub.load("rms")
+norms = [type(module).__name__ for module in again.modules()]
+assert norms.count("FoldedNorm") == 3 and "LayerNorm" not in norms, norms
+assert torch.equal(again(**inputs)[0], folded(**inputs)[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with what the wheel has, and nothing else."""
+    place = tmp_path_factory.mktemp("installed")
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
         "targets"
     ]["wheel"]
     for name in wheel["only-include"]:
         first, *rest = name.split("/")
-        target = tmp_path.joinpath(wheel["sources"][first], *rest)
+        target = place.joinpath(wheel["sources"][first], *rest)
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, target)
     for name in wheel["exclude"]:
-        (tmp_path / "nanonorm" / name).unlink()
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True
-    )
+        (place / "nanonorm" / name).unlink()
+    return place
+
+
+def run(program, place):
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    shipped = list((tmp_path / "nanonorm").rglob("*.py"))
-    assert int(done.stdout) == len(shipped) and {path.name for path in tmp_path.iterdir()} == {
-        "nanonorm"
-    }
+    return done.stdout
+
+
+def test_every_shipped_module_works_without_the_clone(installed):
+    assert {path.name for path in installed.iterdir()} == {"nanonorm"}
+    shipped = list((installed / "nanonorm").rglob("*.py"))
+    assert int(run(PROGRAM, installed)) == len(shipped)
+
+
+@needs_transformers
+def test_models_of_transformers_without_the_clone(installed):
+    run(HUB, installed)
