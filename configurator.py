@@ -122,6 +122,10 @@ def read_config_file(path: str | Path) -> dict[str, tuple[Any, int]]:
             match statement:
                 case ast.Expr(value=ast.Constant(value=str())):
                     pass  # a docstring
+                case ast.Import(names=[ast.alias(name="time", asname=None)]):
+                    pass  # of nanoGPT's configs, for a name that is not needed
+                case ast.Assign(targets=[ast.Name(id=name)]) if name in nanogpt.NOT_NEEDED:
+                    found[name] = (None, statement.lineno)
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     found[name] = (_evaluate(value, found), statement.lineno)
                 case _:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, ConfigError
 from common.output import check_apart, parse_json
 from configurator import Overrides
 from hf.config import gpt_config, random_model, shape_config
@@ -111,7 +111,8 @@ def take_shape(given: Overrides) -> None:
         given: the keys of the run.
 
     Raises:
-        UserError: that model cannot be read, or the run would write over it.
+        UserError: that model cannot be read, the run would write over it, or its own config.json is
+            damaged.
     """
     spec = given.values.get("init_from")
     if not spec:
@@ -120,7 +121,12 @@ def take_shape(given: Overrides) -> None:
     check_apart(spec, out_dir)
     begun = out_dir / "config.json"
     if begun.exists():
-        source = model_config(parse_json(begun.read_bytes()), begun)
+        try:
+            source = model_config(dict(parse_json(begun.read_bytes())), begun)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"out_dir: {begun} is damaged ({error}): remove it, or choose another out_dir"
+            ) from None
     else:
         source = load_config(spec)
     names = {*SAME_FUNCTION, *SHAPE}

@@ -9,10 +9,12 @@ import pytest
 import torch
 from helpers import shake
 
-from common.errors import CheckpointError
-from load import init_from
+from common.errors import CheckpointError, ConfigError
+from configurator import parse_args
+from load import init_from, take_shape
 from model import GPT, GPTConfig
 from norm_types import NORM_TYPES
+from train import TrainConfig
 from training.checkpoint import save_checkpoint
 
 SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=8, n_layer=2, n_head=2, n_embd=16)
@@ -96,3 +98,10 @@ def test_norms_within_attention_are_left_out_where_the_run_says_so(saved):
     model = GPT(replace(SHAPE, norm_type="rms", qk_norm="none"))
     init_from(model, path)
     assert torch.equal(model.blocks[1].mlp.up.weight, source.blocks[1].mlp.up.weight)
+
+
+def test_a_damaged_config_of_a_run_that_starts_from_a_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"norm_ty')
+    words = ["--init_from=gpt2", f"--out_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"config\.json is damaged.*remove it"):
+        parse_args(TrainConfig, words, complete=take_shape)

@@ -79,7 +79,7 @@ class OptimKeys(AdamKeys):
 
 def check_optimizer_keys(config: AdamKeys) -> None:
     """Raise ConfigError for a learning rate that would rise to min_lr."""
-    if config.min_lr > config.learning_rate:
+    if config.lr_schedule != "constant" and config.min_lr > config.learning_rate:
         raise ConfigError(
             f"learning_rate={config.learning_rate} is below min_lr={config.min_lr}: lower min_lr"
         )

@@ -248,6 +248,18 @@ def test_a_config_file_is_translated(tmp_path, capsys):
         assert {name: getattr(config, name) for name in ours} == ours
 
 
+def test_their_config_for_fine_tuning(tmp_path):
+    """As theirs has it: a name made of the time, which is not needed, and a low constant rate."""
+    file = tmp_path / "finetune_shakespeare.py"
+    file.write_text(
+        "import time\nwandb_run_name = 'ft-' + str(time.time())\ndataset = 'shakespeare'\n"
+        "init_from = 'gpt2-xl'\nlearning_rate = 3e-5\ndecay_lr = False\n"
+    )
+    config, _ = parse_args(TrainConfig, [str(file)])
+    assert (config.init_from, config.learning_rate) == ("gpt2-xl", 3e-5)
+    assert (config.lr_schedule, config.data_dir) == ("constant", "data/shakespeare")
+
+
 def test_what_means_nothing_here_is_refused_all_at_once(tmp_path):
     file = tmp_path / "theirs.py"
     file.write_text("eval_only = True\nn_layers = 3\n")
