@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     except (BlockingIOError, PermissionError):
         sys.exit(TAKEN)
     except OSError:
-        pass  # a file system without locks; train.py says so
+        pass  # a file system without locks: train.py keeps others out of its folder
     try:
         os.set_inheritable(descriptor, True)
         os.execvp(argv[1], argv[1:])

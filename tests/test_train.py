@@ -3,8 +3,6 @@
 python -m pytest tests/test_train.py
 """
 
-import errno
-import os
 import re
 import shutil
 import signal
@@ -31,7 +29,7 @@ from helpers import (
 )
 
 import common.fingerprint
-from common import environment, lock
+from common import environment
 from common.fingerprint import data_difference
 from evidence.runs import Run
 from taper import TaperSchedule
@@ -442,15 +440,6 @@ def wait_for(job, text: str, timeout: float = 60) -> None:
     while text not in job.text():
         assert time.monotonic() < end, job.text()
         time.sleep(0.02)
-
-
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
-    def fail(file: object, kind: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(lock.fcntl, "lockf", fail)
-    lock.FolderLock(tmp_path)
-    assert "cannot be locked" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

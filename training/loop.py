@@ -327,4 +327,5 @@ class Loop:
         if bad:
             self._stop(f"step {self.step}: {bad} is not finite", "it was not saved")
         self.log.sync()
+        self.ranks.together(self.folder.lock.check)
         save_checkpoint(self.folder.path / name, state, self.ranks)
