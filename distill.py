@@ -16,12 +16,11 @@ its own.
 
 out_dir gets log.jsonl and distill_last.pt, from which the same command resumes. At the end it gets
 the student, adapters merged and alpha absorbed: ckpt_best.pt, and hf/ if the teacher is from
-Hugging Face. The last line of output is JSON.
+Hugging Face. The last event of log.jsonl has a summary.
 """
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -218,7 +217,6 @@ class Distillation(Objective):
         self.alpha = alpha
         self.precision = precision
         self.calibrated_kl = 0.0  # held-out KL before training
-        self.summary: dict[str, Any] = {}  # what the program prints at its end
         self.forward = pair
 
     def batches(self, first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -319,7 +317,7 @@ class Distillation(Objective):
             weights.export_hf(student, new)
             shutil.rmtree(folder / "hf", ignore_errors=True)
             new.rename(folder / "hf")
-        self.summary = {
+        summary = {
             **found,
             "norm_plan": self.plan,
             "alpha": list(self.alpha),
@@ -327,7 +325,7 @@ class Distillation(Objective):
             "tok_per_s": loop.clock.steady(),
             "peak_bytes": peak,
         }
-        return {"peak_bytes": peak, "exported": is_wanted, "summary": self.summary}
+        return {"peak_bytes": peak, "exported": is_wanted, "summary": summary}
 
 
 class Text:
@@ -392,12 +390,8 @@ class Text:
 # ------------------------------------------------------------------------------------ setting it up
 
 
-def distil(config: DistillConfig, ranks: Ranks) -> dict[str, Any]:
-    """Distil, or go on with, the run that `config` describes.
-
-    Returns:
-        What the program prints at its end; {} if the run was stopped.
-    """
+def distil(config: DistillConfig, ranks: Ranks) -> None:
+    """Distil, or go on with, the run that `config` describes."""
     dtype = find_dtype(config.dtype, ranks.device)
     config = dataclasses.replace(config, dtype=str(dtype).removeprefix("torch."))
     with RunFolder(config, ranks) as run:
@@ -405,12 +399,10 @@ def distil(config: DistillConfig, ranks: Ranks) -> dict[str, Any]:
         end = run.end_of(config.max_iters)
         if end and ranks.of_main(is_complete(run.path, end, config.export)):
             run.repeat(config)
-            return end["summary"]
+            return
         if found is not None:
             check_resumable(run, config)
-        loop = set_up(config, run)
-        loop.run()
-        return loop.objective.summary
+        set_up(config, run).run()
 
 
 def set_up(config: DistillConfig, run: RunFolder) -> Loop:
@@ -557,7 +549,6 @@ def main(argv: list[str]) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         print(adapters.memory_line(parts), flush=True)
     if config.estimate:
-        print(json.dumps({"teacher": config.teacher, "method": config.method, **parts}))
         return
     needed = parts["weights"] + parts["trained"]
     if device.type == "cpu" and needed > machine_memory():
@@ -567,9 +558,7 @@ def main(argv: list[str]) -> None:
             "memory: lower rank, or take another method"
         )
     with Ranks.start(config.device, config.gradient_accumulation_steps) as ranks:
-        summary = distil(config, ranks)
-    if summary and ranks.is_main:
-        print(json.dumps(summary), flush=True)
+        distil(config, ranks)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     python hellaswag.py openai-community/gpt2 --data=hellaswag_val.jsonl.xz
     torchrun --standalone --nproc_per_node=8 hellaswag.py out/gpt2
 
-Writes one line of JSON per item (choices, label). The last line of output is JSON. Of a run folder
-the best checkpoint is scored, whereas training scores its last weights. GPT-2 124M, raw items: acc
-0.286, acc_norm 0.296.
+Writes one line of JSON per item (choices, label). With --json the last line of output is JSON. Of a
+run folder the best checkpoint is scored, whereas training scores its last weights. GPT-2 124M, raw
+items: acc 0.286, acc_norm 0.296.
 """
 
 import json
@@ -47,6 +47,7 @@ class HellaSwagConfig:
         "",
         f"file for per-item results ('': a run's {ITEMS_FILE}, unless it has one or items is set)",
     )
+    json: bool = key(False, "print the result as a line of JSON at the end")
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -80,7 +81,8 @@ def main(argv: list[str]) -> None:
             scores.write(target)
             print(f"wrote {target}")
         print(f"{scores} (standard errors; {len(scorer.items):,} items)")
-        print(json.dumps({"spec": spec, **scores.summary()}))
+        if config.json:
+            print(json.dumps({"spec": spec, **scores.summary()}))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -8,7 +8,8 @@
 
 One or more models, all in one dtype, all with the smallest context among them, all asked the same
 texts. MMLU offline is the harness's own 5-shot form over local rows (subject, question,
-choices, answer). Needs lm-eval: pip install lm-eval. The last line of output is JSON.
+choices, answer). Needs lm-eval: pip install lm-eval. With --json the last line of output is
+JSON.
 
 Accuracy is a mean over items, for each of the harness's groups that has a mean (mmlu with its 57
 subjects, weighted by size as there) and for each task in no such group. Its interval, and that of
@@ -67,6 +68,7 @@ class EvalConfig:
         ("auto", "float32", "bfloat16"),
     )
     out: str = key("", "JSONL file for one line an item ('': none)")
+    json: bool = key(False, "print the result as a line of JSON at the end")
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -278,9 +280,10 @@ def main(argv: list[str]) -> None:
     print(markdown(header, rows))
     if config.out:
         write_items(Path(config.out), marks, group_of)
-    place = environment(find_device(config.device))
-    place["versions"]["lm_eval"] = version("lm_eval")
-    print(json.dumps({"models": specs, **record, "groups": records, **place}))
+    if config.json:
+        place = environment(find_device(config.device))
+        place["versions"]["lm_eval"] = version("lm_eval")
+        print(json.dumps({"models": specs, **record, "groups": records, **place}))
 
 
 if __name__ == "__main__":

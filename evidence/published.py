@@ -7,7 +7,6 @@ Seeds were paired, but the pairs are not printed, so only an unpaired test can b
 """
 
 import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,15 +52,15 @@ def estimate_of(row: Row) -> Estimate:
     )
 
 
-def print_verdicts() -> None:
-    """Print what each row of the table supports, then one JSON line."""
+def print_verdicts() -> dict[str, Any]:
+    """Print what each row of the table supports, and return it as records."""
     rows = read_table()
     p_holm = holm([estimate_of(row).p_value() for row in rows])
     print(INTRO)
     found = {}
     for row, corrected in zip(rows, p_holm, strict=True):
         found[row["metric"]] = print_verdict(row, corrected)
-    print(json.dumps(found))
+    return found
 
 
 def print_verdict(row: Row, p_holm: float) -> dict[str, Any]:

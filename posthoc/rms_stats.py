@@ -8,10 +8,9 @@
 CoupledNorm divides the stream by the RMS of an earlier position; training/stream.py says how sizes
 and drift are measured. The program reads any model (load.py) and any text. Half of the text's
 windows are measured and calibrate alpha; the other half judge. It suggests coupled_first and alpha
-for a budget of KL (posthoc/coupling.py). The last line of output is JSON.
+for a budget of KL (posthoc/coupling.py). --out keeps all numbers.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -182,7 +181,6 @@ def main(argv: list[str]) -> None:
     result |= environment(device)
     if config.out:
         append_json(Path(config.out), result)
-    print(json.dumps(result))
 
 
 if __name__ == "__main__":

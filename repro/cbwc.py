@@ -21,7 +21,7 @@ The GPT's hidden states are averaged over the text, its head's first eight rows 
 Runs pair by seed (initial weights, texts, dropout); verdicts are report.py's: paired t interval
 with Holm, TOST within margins declared before the runs.
 
-Writes records.jsonl, README.md and pictures into --out. The last line of output is JSON.
+Writes records.jsonl, README.md and pictures into --out.
 """
 
 import json
@@ -441,7 +441,6 @@ def main(argv: list[str]) -> None:
         text = f"# {title}\n\n{made}\n\n{table}\n"
         write_bytes_atomically(out / "README.md", text.encode())
     print(table)
-    print(json.dumps({"study": config.study, "records": len(records), "out": str(out)}))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ for name in "$@"; do
   esac
   "$PYTHON" distill.py config/distill_qwen3_0.6b.py --teacher=$hub --coupled_first=$first \
     --max_iters="${STEPS:-1000}" --out_dir="$out/$name" ${WORDS:-}
-  "$PYTHON" -m evals.lm_eval_model $hub "$out/$name" --tasks=mmlu,gpqa_main_n_shot --num_fewshot=5 \
-    --out="$results/$name-items.jsonl" | tee "$results/$name.txt"
+  "$PYTHON" -m evals.lm_eval_model $hub "$out/$name" --json --num_fewshot=5 \
+    --tasks=mmlu,gpqa_main_n_shot --out="$results/$name-items.jsonl" | tee "$results/$name.txt"
   tail -1 "$results/$name.txt" >"$results/$name.json"
 done

@@ -119,7 +119,8 @@ def test_ranks_and_batch_size_change_nothing(launch, tmp_path):
     found = []
     for ranks in (1, 2):
         out = tmp_path / f"{ranks}.jsonl"
-        words = (f"--data={items}", "--device=cpu", f"--out={out}", f"--batch_size={63 * ranks}")
+        words = (f"--data={items}", "--device=cpu", f"--out={out}", "--json")
+        words += (f"--batch_size={63 * ranks}",)
         job = launch(str(run), *words, ranks=ranks, program="hellaswag")
         assert set(job.wait()) == {0}, job.text()
         summary = json.loads(job.outputs[0].read_text().splitlines()[-1])

@@ -157,7 +157,7 @@ def write_tasks(folder, rows, **tasks):
 
 def marks_of(capsys, *words) -> dict:
     """What the table's program prints as JSON."""
-    lm_eval_model.main([*map(str, words), "--device=cpu"])
+    lm_eval_model.main([*map(str, words), "--device=cpu", "--json"])
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
