@@ -12,26 +12,29 @@
         does its packed form decode the same?
     python convert.py out/layer --analyze
         which LayerNorms can become RMSNorm, and why
+    python convert.py openai-community/gpt2 --to=rms --out=out/gpt2-rms
+        a model of transformers with RMSNorms: exact
     python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
-        any model of transformers: exact
+        any other model of transformers: exact
     python convert.py Qwen/Qwen3-0.6B --to=weightless --out=out/qwen3-weightless
         any model of transformers, written as it was with gains of 1: exact
     python convert.py out/run --to=hf --out=FOLDER
         write it as transformers reads it
 
 The first argument is the model: a run folder, a checkpoint file, a Hugging Face folder or hub name,
-or random:gpt2 and the like.
+or random:gpt2 and the like. What comes from Hugging Face is written as transformers reads it.
 
 Every conversion is done again on float64 copies, with the given weights and with random ones. One
 that is not exact is refused without --inexact. Without --out nothing is written.
 
---to=rms, folded, weightless and coupled write a checkpoint that every program reads (train.py by
---init_from), config.json and certificate.json. --to=decode writes nothing: decode/step.py packs a
-model as it loads it.
+--to=rms, folded, weightless and coupled write a folder that every program reads (train.py by
+--init_from): a checkpoint, config.json and certificate.json. --to=decode writes nothing:
+decode/step.py packs a model as it loads it.
 
---to=hf writes a Hugging Face folder, tokenizer included. The architecture is a standard one where
-all norms compute their own statistic, else coupled_gpt2, coupled_qwen3 or coupled_llama, whose code
-(hf/modeling_coupled.py) goes along: transformers reads the folder with trust_remote_code=True.
+--to=hf writes a Hugging Face folder, tokenizer included; so do --to=rms and coupled of a Hugging
+Face model that our GPT loads. The architecture is a standard one where it has such norms, else
+coupled_gpt2, coupled_qwen3 or coupled_llama, whose code (hf/modeling_coupled.py) goes along:
+transformers reads the folder with trust_remote_code=True.
 
 A Hugging Face model that our GPT does not load is folded as transformers computes it. Then --out is
 a folder of transformers with fold.json in it. hub.load(FOLDER) of fold/hub.py is the model with its
@@ -42,7 +45,7 @@ with gains of 1 (Gemma: 0, for 1 + weight). A head that is the embedding gets we
 the final norm's gain goes into it; with --untie=False that gain stays. The certificate names what
 stays and why.
 
-The last line of output is JSON.
+With --json the last line of output is JSON.
 """
 
 import json
@@ -75,7 +78,7 @@ from kernels.decode import reference as decode_reference
 from load import load_model
 from model import GPT
 from norm_types import SHARED
-from posthoc.coupling import text_windows, to_coupled
+from posthoc.coupling import refusal, text_windows, to_coupled
 from training.checkpoint import BEST, LAST, save_checkpoint
 
 # The most text that calibrates alpha and measures the KL divergence: windows, and tokens of each.
@@ -125,6 +128,7 @@ class ConvertConfig:
         "coupled: text file for calibration and KL ('': text that the model generates itself)",
     )
     seed: int = key(0, "seed of random inputs and generated text")
+    json: bool = key(False, "print the result as a line of JSON at the end")
 
     def __post_init__(self) -> None:
         if bool(self.to) == self.analyze:
@@ -206,6 +210,8 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
     elif SHARED in model.plan.letters:
         rewrite = gpt.absorb_alpha
     else:
+        if why := refusal(model):  # before text is generated
+            raise FoldError(why)
         if not config.inexact:
             raise FoldError(
                 "--to=coupled changes this model's function: add --inexact to convert it anyway"
@@ -256,15 +262,20 @@ def sample_tokens(model: GPT, config: ConvertConfig) -> Tensor:
 # --------------------------------------------------------------------------- models of transformers
 
 
+def is_of_hub(spec: str) -> bool:
+    """Is a model a Hugging Face folder or a hub name, and not a run's folder?"""
+    folder = model_folder(spec)
+    is_run = (folder / BEST).exists() or (folder / LAST).exists()
+    return (folder / "config.json").exists() and not is_run
+
+
 def is_foreign(spec: str, config: ConvertConfig) -> bool:
     """Tell whether transformers' model is meant, not ours.
 
     That is a Hugging Face model that our GPT does not load, or any with --transformers and for
     --to=weightless, which leaves it what it is.
     """
-    folder = model_folder(spec)
-    is_run = (folder / BEST).exists() or (folder / LAST).exists()
-    if not (folder / "config.json").exists() or is_run:
+    if not is_of_hub(spec):
         if config.transformers:
             raise ConfigError(
                 f"transformers=True: {spec} is no Hugging Face folder or hub name: leave it out"
@@ -273,7 +284,7 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
     if config.to == "weightless":
         return True
     try:
-        gpt_config(read_config(folder), spec)
+        gpt_config(read_config(model_folder(spec)), spec)
     except UserError:
         return True
     return config.transformers
@@ -317,14 +328,14 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
             first = next((row.reason for row in report.rows), "it has none")
             raise FoldError(f"{spec}: none {counts} folds: {first}")
         how = (
-            f"read it with `from fold import hub; hub.load({config.out!r})`, or, with LayerNorms, "
-            "transformers"
+            f"transformers reads it with LayerNorms (the same function), `from fold import hub; "
+            f"hub.load({config.out!r})` with RMSNorms"
         )
     if not certificate.ok:
         raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")
     if config.out:
         write_foreign(after, config.out, certificate, spec, inputs)
-        lines.append(f"wrote {config.out}; {how}")
+        lines.insert(0, f"wrote {config.out}; {how}")
     return certificate, lines
 
 
@@ -404,24 +415,15 @@ def write(out: Path, model: GPT, certificate: Certificate) -> None:
         save_checkpoint(folder / BEST, state)
 
 
-def export(spec: str, out: str) -> None:
-    """Write a model of ours as a Hugging Face folder, and print how to read it."""
-    model = load_model(spec)
-    path = Path(spec, "certificate.json")
-    told = b""
-    if path.is_file():
-        told = path.read_bytes()
-    if b" -> weightless" not in told:
-        told = b""
-    folder = export_hf(model, out, weightless=told)
+def export(model: GPT, out: str, certificate: bytes) -> str:
+    """Write a model of ours as a Hugging Face folder. Returns how to read it."""
+    folder = export_hf(model, out, certificate=certificate)
     written = read_config(folder)
-    architecture = written["architectures"][0]
     trust = ", trust_remote_code=True" if "auto_map" in written else ""
-    print(
-        f"wrote {folder} ({architecture}); import transformers; "
+    return (
+        f"wrote {folder} ({written['architectures'][0]}); import transformers; "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(folder.resolve())!r}{trust})"
     )
-    print(json.dumps({"spec": spec, "to": "hf", "out": out, "architecture": architecture}))
 
 
 def convert_ours(spec: str, config: ConvertConfig) -> tuple[Certificate, list[str]]:
@@ -429,29 +431,34 @@ def convert_ours(spec: str, config: ConvertConfig) -> tuple[Certificate, list[st
     after, certificate = convert(load_model(spec), config)
     lines = left_lines(certificate)
     if config.out:
-        write(Path(config.out), after, certificate)
-        lines.append(
-            f"wrote {config.out}; to train on: python train.py --init_from={config.out} "
-            "--data_dir=... and the settings of training"
-        )
+        wrote = f"wrote {config.out}"
+        if is_of_hub(spec):
+            wrote = export(after, config.out, f"{certificate.to_json()}\n".encode())
+        else:
+            write(Path(config.out), after, certificate)
+        train = f"to train on: python train.py --init_from={config.out} --data_dir=..."
+        lines = [wrote, f"{train} and the settings of training", *lines]
     return certificate, lines
 
 
 def main(argv: list[str]) -> None:
     config, spec = parse_args(ConvertConfig, argv, __doc__, spec=True)
+    told = {"spec": spec, "to": config.to, "out": config.out}
     if config.to == "hf":
-        return export(spec, config.out)
-    if config.analyze:
+        path = Path(spec, "certificate.json")
+        print(export(load_model(spec), config.out, path.read_bytes() if path.is_file() else b""))
+    elif config.analyze:
         report = analyze(spec, config)
         print(report)
-        print(json.dumps(json.loads(report.to_json()) | {"spec": spec}))
-        return
-    foreign = config.to in ("rms", "weightless") and is_foreign(spec, config)
-    certificate, lines = (convert_foreign if foreign else convert_ours)(spec, config)
-    print(certificate, *lines, sep="\n")
-    told = {"spec": spec, "to": config.to, "out": config.out}
-    names = ("ok", "max_rel", "folded", "inserted", "kl")
-    print(json.dumps(told | {name: getattr(certificate, name) for name in names}))
+        told |= json.loads(report.to_json())
+    else:
+        foreign = config.to in ("rms", "weightless") and is_foreign(spec, config)
+        certificate, lines = (convert_foreign if foreign else convert_ours)(spec, config)
+        print(*lines, certificate, sep="\n")
+        names = ("ok", "max_rel", "folded", "inserted", "kl")
+        told |= {name: getattr(certificate, name) for name in names}
+    if config.json:
+        print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class NormConfig:
         1.0, "rms: share of the channels, the first ones, that are counted", least=1e-6, most=1.0
     )
     norm_groups: int = key(1, "rms: groups of channels, normalised independently", least=1)
-    rms_bias: bool = key(False, "rms: norms have LayerNorm's bias, where the model has biases")
+    rms_bias: bool = key(False, "rms, coupled: LayerNorm's bias, but in norms that share")
     post_base: str = key("rms", "the norm at P and B, which replace the stream", ("rms", "layer"))
     residual_weight: float | None = key(
         None,

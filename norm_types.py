@@ -185,11 +185,7 @@ HYBRID = Recipe(decay_gains=True)
 # The authors' LLaMA
 DYT = Recipe(same_std, tanh_alpha, learned_scale=True, decay_gains=True)
 # The authors' nanoGPT
-DERF = Recipe(
-    point_alpha=lambda channels: (1.0, 1.0, 1.0),
-    learned_scale=True,
-    has_bias=True,
-)
+DERF = Recipe(point_alpha=lambda channels: (1.0, 1.0, 1.0), learned_scale=True, has_bias=True)
 
 # The authors' code, based on Llama; alpha is that of the model of 1 B parameters there
 BHYT = Recipe(same_std, point_alpha=lambda channels: (2.0, 1.0, 1.0))
@@ -204,6 +200,7 @@ COUPLED_KEYS = (
     "coupled_calibrate",
     "coupled_grad",
     "coupled_impl",
+    "rms_bias",
 )
 TAPER_KEYS = ("taper_base", "taper_warmup", "taper_end", "taper_fit", "taper_final", "taper_anchor")
 POST_KEYS = ("post_base", "residual_weight")

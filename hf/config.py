@@ -1,10 +1,11 @@
 """Translate between the config.json of a Hugging Face model and GPTConfig.
 
 GPT-2, Llama 3.x, Qwen3, OLMo 2, OLMo 3 and Gemma 3 (text) are known, and CoupledNorm in the first
-three. A model in which a norm shares its statistic (or, on the shape of GPT-2, is an RMSNorm) has a
-model_type of its own, coupled_gpt2, coupled_qwen3 or coupled_llama, and two more keys, norm_plan
-and coupled_alpha. Stock transformers knows none of these three, so it cannot run them as something
-else. Its classes are in hf/modeling_coupled.py, which goes along with an exported model.
+three. A model in which a norm shares its statistic, is an RMSNorm with a bias, or is an RMSNorm on
+the shape of GPT-2 has a model_type of its own, coupled_gpt2, coupled_qwen3 or coupled_llama, and
+three more keys, norm_plan, coupled_alpha and norm_bias. Stock transformers knows none of these
+three, so it cannot run them as something else. Its classes are in hf/modeling_coupled.py, which
+goes along with an exported model.
 """
 
 import difflib
@@ -17,6 +18,7 @@ import torch
 
 from common.errors import ConfigError, HFError
 from configurator import Overrides
+from hf.hub import MOST_LAYERS
 from model import GPT, ROPE_SCALINGS, GPTConfig
 from norm_plan import NormPlan
 from norm_types import NONE, SHARED
@@ -40,7 +42,6 @@ ARCHITECTURES = (
 )
 # Their activations -> ours.
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-MOST_LAYERS = 2048  # of a foreign config.json
 LOCAL = "sliding_attention"  # their words for kinds of blocks
 GLOBAL = "full_attention"
 
@@ -247,8 +248,11 @@ def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
             raise ValueError(f"{layers} blocks, more than {MOST_LAYERS}")
         keys = gpt2_keys(hf) if base == "gpt2" else llama_keys(hf, base)
         if base != family:
-            keys |= {name: hf[name] for name in ("norm_plan", "coupled_alpha")}
-            keys["norm_type"] = "coupled"
+            keys |= {"norm_plan": hf["norm_plan"], "rms_bias": hf.get("norm_bias", False)}
+            if SHARED in hf["norm_plan"]:
+                keys |= {"norm_type": "coupled", "coupled_alpha": hf["coupled_alpha"]}
+            else:
+                keys["norm_type"] = "rms"
         overrides = Overrides(GPTConfig)
         for key, value in keys.items():
             overrides.set(key, value, origin)
@@ -449,10 +453,12 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
     plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
     family = family_of(config, plan)
     hf = gpt2_entries(config) if family == "gpt2" else llama_entries(config, family)
-    is_coupled = SHARED in plan.letters or (family == "gpt2" and "R" in plan.letters)
+    has_bias = config.rms_bias and config.bias
+    is_coupled = SHARED in plan.letters or has_bias or (family == "gpt2" and "R" in plan.letters)
     if is_coupled and plan.adds_plainly and set(plan.letters) <= {"R", SHARED}:
         family = COUPLED + family
         hf["norm_plan"] = str(plan)
+        hf["norm_bias"] = has_bias
         # one for each position
         hf["coupled_alpha"] = np.broadcast_to(config.coupled_alpha, len(plan.letters)).tolist()
     [name] = [name for name, known in ARCHITECTURES.items() if known == family]
@@ -516,11 +522,6 @@ def family_of(config: GPTConfig, plan: NormPlan) -> str:
     return "gemma3_text"
 
 
-def query_scalar(config: GPTConfig) -> int:
-    """Return Gemma's query_pre_attn_scalar: scores are divided by its root."""
-    return round(config.attn_scale**-2) if config.attn_scale else config.head_channels
-
-
 def gpt2_entries(config: GPTConfig) -> dict[str, Any]:
     """Return the entries of config.json that GPT-2 alone has."""
     activations = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
@@ -566,7 +567,9 @@ def llama_entries(config: GPTConfig, family: str) -> dict[str, Any]:
         ]
     if family == "gemma3_text":
         entries["hidden_activation"] = "gelu_pytorch_tanh"
-        entries["query_pre_attn_scalar"] = query_scalar(config)
+        # Scores are divided by its root.
+        scalar = round(config.attn_scale**-2) if config.attn_scale else config.head_channels
+        entries["query_pre_attn_scalar"] = scalar
     else:
         entries["hidden_act"] = "silu"
     if family == "llama":

@@ -9,7 +9,9 @@ transformers (5.x) alone.
 CoupledNorm (Loretz & Hochreiter 2026): the norm before a block's MLP is an RMSNorm that takes the
 statistic of the norm before attention, and its own gain. config.json says which norms share
 (`norm_plan`: R computes its own statistic, s takes the latest one; two letters for a block, one for
-the final norm) and what each divides the shared statistic by (`coupled_alpha`).
+the final norm), what each divides the shared statistic by (`coupled_alpha`), and whether those that
+do not share add a bias, as the LayerNorm that they were (`norm_bias`). If none shares, all norms
+are RMSNorms.
 
 Each class is the stock class with other norms. A norm that shares reads the statistic that its
 source computed a moment ago in the same thread, so attention, caches and generation stay
@@ -39,13 +41,21 @@ from transformers import (
 class CoupledRMSNorm(nn.Module):
     """RMSNorm with its own statistic or, if it has a source, the source's latest.
 
-    y = x * inv_rms / alpha * gain (Loretz & Hochreiter 2026, equation 6), with x (..., C) and
-    inv_rms (..., 1). Statistics are float32 at least; y is rounded once, to the type of x.
+    y = x * inv_rms / alpha * gain (+ bias) (Loretz & Hochreiter 2026, equation 6), with x (..., C)
+    and inv_rms (..., 1). Statistics are float32 at least; y is rounded once, to the type of x.
     """
 
-    def __init__(self, channels: int, eps: float, source: "CoupledRMSNorm | None", alpha: float):
+    def __init__(
+        self,
+        channels: int,
+        eps: float,
+        source: "CoupledRMSNorm | None",
+        alpha: float,
+        has_bias: bool,
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, channels))
+        self.bias = nn.Parameter(torch.zeros(1, channels)) if has_bias else None
         self.eps = eps
         self.alpha = alpha
         # In a tuple, because torch would register a module as a part of this one.
@@ -62,7 +72,8 @@ class CoupledRMSNorm(nn.Module):
             inv_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
             # A constant to the norms that share it (section 4.3).
             self.latest.inv_rms = inv_rms.detach()
-        return (wide * (inv_rms / self.alpha) * self.weight).to(x.dtype)
+        y = wide * (inv_rms / self.alpha) * self.weight
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the statistic out of copies and pickles."""
@@ -99,9 +110,9 @@ class Couple:
         for (owner, name), letter, alpha in zip(places, letters, config.coupled_alpha, strict=True):
             old = getattr(owner, name).weight
             if letter == "s":
-                norm = CoupledRMSNorm(len(old), eps, source, alpha)
+                norm = CoupledRMSNorm(len(old), eps, source, alpha, False)
             else:
-                norm = CoupledRMSNorm(len(old), eps, None, 1.0)
+                norm = CoupledRMSNorm(len(old), eps, None, 1.0, config.norm_bias)
                 source = norm
             setattr(owner, name, norm.to(old))
 
@@ -134,28 +145,30 @@ def norm_places(base: Any) -> list[tuple[nn.Module, str]]:
     return [*places, (base, final)]
 
 
-class CoupledGPT2Config(GPT2Config):
+class NormKeys:
+    """Mixin of a config of transformers: what `Couple` reads, and what older folders mean."""
+
+    norm_plan = ""
+    coupled_alpha = ()
+    norm_bias = False
+
+
+class CoupledGPT2Config(NormKeys, GPT2Config):
     """Configuration of coupled_gpt2."""
 
     model_type = "coupled_gpt2"
-    norm_plan = ""
-    coupled_alpha = ()
 
 
-class CoupledLlamaConfig(LlamaConfig):
+class CoupledLlamaConfig(NormKeys, LlamaConfig):
     """Configuration of coupled_llama."""
 
     model_type = "coupled_llama"
-    norm_plan = ""
-    coupled_alpha = ()
 
 
-class CoupledQwen3Config(Qwen3Config):
+class CoupledQwen3Config(NormKeys, Qwen3Config):
     """Configuration of coupled_qwen3."""
 
     model_type = "coupled_qwen3"
-    norm_plan = ""
-    coupled_alpha = ()
 
 
 class CoupledGPT2LMHeadModel(Couple, GPT2LMHeadModel):

@@ -145,20 +145,20 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
 
 
 def export_hf(
-    model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SIZE, weightless: bytes = b""
+    model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SIZE, certificate: bytes = b""
 ) -> Path:
     """Write `model` as a Hugging Face folder: two configs, safetensors, tokenizer.
 
     A model whose norms all compute their own statistic has its stock architecture. One that shares
-    statistics (or has RMSNorm on GPT-2's shape) is coupled_gpt2, coupled_qwen3 or coupled_llama;
-    its folder has the code of these classes too, for trust_remote_code=True. Rows of padding in the
-    vocabulary are left out. Where the model's tokenizer cannot be had (GPT-2's without a network),
-    a warning says so, and the rest is written.
+    statistics (or has RMSNorm with biases or on GPT-2's shape) is coupled_gpt2, coupled_qwen3 or
+    coupled_llama; its folder has the code of these classes too, for trust_remote_code=True. Rows of
+    padding in the vocabulary are left out. Where the model's tokenizer cannot be had (GPT-2's
+    without a network), a warning says so, and the rest is written.
 
     Args:
         max_shard_size: bytes of a safetensors file; a larger single tensor has a file for itself.
-        weightless: the certificate, as JSON, of norms whose gains were folded; config.json gets its
-            SHA-256 as `weightless_norms`, as fold.hub.save writes it.
+        certificate: JSON of the conversion that the model comes from. If that folded gains,
+            config.json gets its SHA-256 as `weightless_norms`, as fold.hub.save writes it.
 
     Returns:
         The folder.
@@ -201,9 +201,10 @@ def export_hf(
                 hf |= write_tokenizer(model, partial)
             if "auto_map" in hf:
                 shutil.copy(Path(__file__).with_name(f"{CODE}.py"), partial)
-            if weightless:
-                hf["weightless_norms"] = hashlib.sha256(weightless).hexdigest()
-                (partial / "certificate.json").write_bytes(weightless)
+            if certificate:
+                (partial / "certificate.json").write_bytes(certificate)
+            if b" -> weightless" in certificate:
+                hf["weightless_norms"] = hashlib.sha256(certificate).hexdigest()
             write_json(partial / "config.json", hf)
             if not (partial / "generation_config.json").exists():
                 tokens = {key: hf[key] for key in TOKENS if key in hf}

@@ -17,7 +17,7 @@ and of KL: attention makes a sink of it, whose size says nothing about other tok
 import copy
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from common.errors import ConfigError, FoldError
 from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
-from fold.gpt import rebuild, retype
+from fold.gpt import bias_keys, linear_after, rebuild, retype
 from model import GPT
+from norm_plan import NormPlan
 from norm_types import SHARED
+from norms import FoldedForm, fold_affine
 from posthoc.kl import kl_divergence
 from training.stream import token_rms
 
@@ -79,6 +81,8 @@ def text_windows(text: str, meta: dict, length: int, count: int) -> Tensor:
 def view(model: GPT, plan: str, alpha: Alpha | float = 1.0) -> GPT:
     """Return `model` under another norm plan: a GPT on the same tensors, in eval mode.
 
+    A norm that shares has no bias: it moves into the linear that reads it, which is exact.
+
     Args:
         plan: e.g. "RR Rs R".
         alpha: one number, or one for each position.
@@ -89,22 +93,35 @@ def view(model: GPT, plan: str, alpha: Alpha | float = 1.0) -> GPT:
     why = refusal(model)
     if why:
         raise FoldError(why)
-    coupled = retype(model.config, "coupled", norm_plan=plan, coupled_alpha=alpha)
-    return rebuild(model, coupled, model.state_dict())
+    coupled = retype(
+        model.config,
+        "coupled",
+        norm_plan=plan,
+        coupled_alpha=alpha,
+        rms_bias=model.config.rms_bias,
+    )
+    weights = model.state_dict()
+    letters = NormPlan(coupled, coupled.n_layer, coupled.n_embd, coupled.bias).letters
+    for position, (letter, place) in enumerate(zip(letters, model.places(), strict=True)):
+        if letter == SHARED and place.norm.bias is not None:
+            reader = linear_after(position)
+            moved = FoldedForm("shared", shift=place.norm.bias)
+            weight, bias = (weights.get(f"{reader}.{part}") for part in ("weight", "bias"))
+            weights[f"{reader}.bias"] = fold_affine(weight, bias, moved)[1]
+    return rebuild(model, replace(coupled, **bias_keys(model, weights)), weights)
 
 
 def refusal(model: GPT) -> str:
     """Say why the norms of a model cannot be coupled; "" if they can."""
     config = model.config
     is_whole = config.norm_groups == 1 and config.rms_fraction == 1
-    has_bias = config.rms_bias and config.bias
     has_rms_norms = set(model.plan.letters) <= {"R", SHARED}
     is_scaled = any(place.norm.depth is not None for place in model.places())
     is_centred = model.plan.type.residual_linear is not nn.Linear
-    if not has_rms_norms or is_scaled or is_centred or not is_whole or has_bias:
+    if not has_rms_norms or is_scaled or is_centred or not is_whole:
         return (
-            f"norm_type={config.norm_type}: coupling is for rms, whole and without biases in the "
-            "norms (convert.py --to=rms makes it of layer, cbwc and lns)"
+            f"norm_type={config.norm_type}: coupling is for rms over all channels (of layer, cbwc "
+            "and lns first make rms, which is exact: python convert.py MODEL --to=rms --out=FOLDER)"
         )
     if not model.plan.adds_plainly or model.norm_e is not None:
         return (

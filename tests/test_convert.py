@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import TINY, close, losses, records, shake
-from hf_models import needs_transformers, save, tiny
+from hf_models import needs_transformers, save, tiny, transformers
 
 import convert
 import sample
@@ -21,8 +21,8 @@ from fold.certificate import certify
 from load import load_model
 from model import GPT, GPTConfig
 from norm_types import NORM_TYPES
-from norms import CenteredLinear, LayerNorm, NoNorm, Norm, RMSNorm
-from posthoc.coupling import to_coupled
+from norms import CenteredLinear, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm
+from posthoc.coupling import to_coupled, view
 from taper import tapers
 from training.checkpoint import save_checkpoint
 
@@ -348,7 +348,7 @@ def test_every_norm_type_converts_or_says_why(norm_type):
 )
 def test_what_is_written_is_the_converted_model(to, source, words, saved, tmp_path, capsys):
     path, out = saved(**source), tmp_path / "out"
-    convert.main([str(path), f"--to={to}", f"--out={out}", *words])
+    convert.main([str(path), f"--to={to}", f"--out={out}", "--json", *words])
     printed = capsys.readouterr().out.splitlines()
     told, certificate = json.loads(printed[-1]), json.loads((out / "certificate.json").read_text())
     assert told["ok"] == certificate["ok"] == (words == [])
@@ -379,7 +379,7 @@ def test_what_is_written_is_the_converted_model(to, source, words, saved, tmp_pa
 )
 def test_decode_form_is_certified(keys, saved, tmp_path, capsys):
     path = saved(**keys)
-    convert.main([str(path), "--to=decode"])
+    convert.main([str(path), "--to=decode", "--json"])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["ok"] and told["max_rel"] < 1e-13 and abs(told["kl"]) < 1e-6
     with pytest.raises(ConfigError, match="out is a key of"):
@@ -389,9 +389,8 @@ def test_decode_form_is_certified(keys, saved, tmp_path, capsys):
 def test_text_calibrates_and_judges(saved, tmp_path, capsys):
     path, text = saved(norm_type="rms"), tmp_path / "text.txt"
     text.write_text("0123456789:;<=>?@ABCDEFGHIJKLMNO" * 20)
-    convert.main(
-        [str(path), "--to=coupled", "--inexact", f"--text={text}", "--norm_plan=RR Rs Rs R"]
-    )
+    words = ["--norm_plan=RR Rs Rs R", "--json"]
+    convert.main([str(path), "--to=coupled", "--inexact", f"--text={text}", *words])
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1])["kl"] > 0 and "KL" in printed
     text.write_text("0123")
@@ -442,12 +441,40 @@ def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_
 
 
 @needs_transformers
-def test_a_hugging_face_gpt2_becomes_rms(tmp_path):
-    theirs = tiny("gpt2").eval()
-    convert.main([str(save(theirs, tmp_path / "gpt2")), "--to=rms", f"--out={tmp_path / 'rms'}"])
-    idx, after = tokens(2, 12), load_model(str(tmp_path / "rms"))
+def test_a_hugging_face_gpt2_becomes_rms_and_coupled(tmp_path, capsys):
+    """In folders that transformers reads, with RMSNorms; what is not exact is said at once."""
+    theirs, idx = shake(tiny("gpt2")).float().eval(), tokens(2, 12)
+    source, rms, coupled = (tmp_path / name for name in ("gpt2", "rms", "coupled"))
+    save(theirs, source)
+    with pytest.raises(ConfigError, match=r"first make rms.*--to=rms"):
+        convert.main([str(source), "--to=coupled", "--inexact"])
+    convert.main([str(source), "--to=rms", f"--out={rms}"])
+    assert "trust_remote_code=True" in capsys.readouterr().out.splitlines()[0]
+    assert json.loads((rms / "certificate.json").read_text())["ok"]
+    after = load_model(str(rms))
     assert after.config.norm_type == "rms" and after.config.rms_bias
     close(after(idx), theirs(idx).logits, 1e-5)
+    convert.main([str(rms), "--to=coupled", "--inexact", f"--out={coupled}"])
+    for folder in (rms, coupled):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert not any(isinstance(module, torch.nn.LayerNorm) for module in model.modules())
+        assert str(load_model(str(folder)).plan) == model.config.norm_plan
+        close(model.eval()(idx).logits, load_model(str(folder))(idx), 1e-5)
+
+
+@pytest.mark.parametrize("attn_bias", [None, False])
+def test_biases_of_norms_that_share_move_into_linears(attn_bias):
+    """Exactly: with its own statistic, a norm that shares would leave the function as it was."""
+    model = gpt(norm_type="rms", rms_bias=True, bias=True, attn_bias=attn_bias)
+    shared = view(model, "RR Rs ss R")
+    has_bias = [place.norm.bias is not None for place in shared.places()]
+    assert has_bias == [letter == "R" for letter in "RRRsssR"]
+    for place in shared.places():
+        if isinstance(place.norm, SharedRMSNorm):
+            gain = place.norm.weight
+            place.norm = RMSNorm(16, place.norm.eps)
+            place.norm.weight = gain
+    close(shared(tokens(2, 12)), model(tokens(2, 12)), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +507,7 @@ def test_analyze_prints_verdicts(tied, saved, capsys):
     embedding by name.
     """
     path = str(saved(norm_type="layer", n_layer=1, tie_embeddings=tied))
-    convert.main([path, "--analyze"])
+    convert.main([path, "--analyze", "--json"])
     printed = capsys.readouterr().out
     told = json.loads(printed.splitlines()[-1])
     assert (told["total"], told["strict"], told["untied"]) == (

@@ -127,7 +127,7 @@ def test_the_final_bias_stays_whole_where_the_gain_is_0():
 def test_weightless_is_written_and_exported(saved, tmp_path, capsys):
     """The run folder, and from it the stock architecture with gains of 1."""
     path, out = saved(norm_type="rms", n_layer=1, **LLAMA), tmp_path / "out"
-    convert.main([str(path), "--to=weightless", f"--out={out}"])
+    convert.main([str(path), "--to=weightless", f"--out={out}", "--json"])
     printed = capsys.readouterr().out
     told = json.loads(printed.splitlines()[-1])
     assert told["ok"] and told["folded"] == 3
@@ -145,7 +145,7 @@ def test_weightless_is_written_and_exported(saved, tmp_path, capsys):
     assert theirs.config.norm_type == "rms" and not theirs.config.tie_embeddings
     assert gains_left(theirs) == refusals.keys()
     assert (theirs(x) - before(x)).abs().max() < 2e-6 * before(x).abs().max()
-    convert.main([str(path), "--to=weightless", "--untie=False"])
+    convert.main([str(path), "--to=weightless", "--untie=False", "--json"])
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1])["folded"] == 2
     assert "left: norm_f.norm.weight: " in printed

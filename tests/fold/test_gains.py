@@ -244,7 +244,7 @@ def gains(model):
 def test_what_is_written_has_the_architecture_and_gains_of_1(name, tmp_path, capsys):
     """By transformers' own classes in float64, gains and biases random."""
     source, out = save(tiny(name).double(), tmp_path / "source"), tmp_path / "out"
-    convert.main([str(source), "--to=weightless", f"--out={out}"])
+    convert.main([str(source), "--to=weightless", f"--out={out}", "--json"])
     printed = capsys.readouterr().out
     told = json.loads(printed.splitlines()[-1])
     certificate = json.loads((out / "certificate.json").read_text())
@@ -273,7 +273,7 @@ def test_what_is_written_has_the_architecture_and_gains_of_1(name, tmp_path, cap
 def test_without_untie_a_tied_head_keeps_the_final_gain(tmp_path, capsys):
     source = save(tiny("qwen3"), tmp_path / "source")
     out = tmp_path / "out"
-    convert.main([str(source), "--to=weightless", "--untie=False", f"--out={out}"])
+    convert.main([str(source), "--to=weightless", "--untie=False", f"--out={out}", "--json"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["folded"] == 6
     refusals = json.loads((out / "certificate.json").read_text())["refusals"]
     assert refusals["model.norm.weight"].endswith("reads lm_head.weight too, which is tied")

@@ -78,7 +78,7 @@ def test_what_is_written_is_the_folded_model(
     name, shape, words, folded, inserted, folder, tmp_path, capsys
 ):
     source, out = folder(name, **shape), tmp_path / "out"
-    convert.main([str(source), "--to=rms", f"--out={out}", *words])
+    convert.main([str(source), "--to=rms", f"--out={out}", "--json", *words])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["ok"] and (told["folded"], told["inserted"]) == (folded, inserted)
     certificate = json.loads((out / "certificate.json").read_text())
@@ -116,7 +116,7 @@ def test_a_buffer_that_is_not_saved_is_not_centred(folder, tmp_path, capsys):
         d_model=16, num_layers=1, attention_heads=2, ffn_dim=24, max_position_embeddings=32, **WORDS
     )
     source, out = folder("XGLMModel", **xglm), tmp_path / "out"
-    convert.main([str(source), "--to=rms", "--insert", f"--out={out}"])
+    convert.main([str(source), "--to=rms", "--insert", f"--out={out}", "--json"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["inserted"] == 1
     before, after = hub.load_pretrained(source), hub.load(out)
     x = {"input_ids": torch.arange(30)[None], "use_cache": False}
@@ -185,7 +185,7 @@ def test_inputs_of_a_file(folder, tmp_path, capsys):
     path = folder("OPTForCausalLM", **OPT)
     save_file({"inputs_embeds": torch.randn(1, 3, 16)}, tmp_path / "x.safetensors")
     # so the embedding is not in it
-    convert.main([str(path), "--analyze", f"--inputs={tmp_path / 'x.safetensors'}"])
+    convert.main([str(path), "--analyze", f"--inputs={tmp_path / 'x.safetensors'}", "--json"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["strict"] == 0
 
 
@@ -193,7 +193,7 @@ def test_paper_rules_from_the_command_line(folder, capsys):
     path = folder("BertModel", vocab_size=50, **SIZE)
     counts = []
     for rules in ("exact", "paper"):
-        convert.main([str(path), "--analyze", f"--rules={rules}"])
+        convert.main([str(path), "--analyze", f"--rules={rules}", "--json"])
         told = json.loads(capsys.readouterr().out.splitlines()[-1])
         counts.append((told["rules"], told["total"], told["strict"]))
     assert counts == [("exact", 3, 1), ("paper", 3, 2)]

@@ -134,7 +134,7 @@ def found(folders) -> dict[str, torch.Tensor]:
     given = {"idx": tokens(2, 80), "prompt": tokens(2, 9, seed=2)}
     safetensors.save_file(given, folders / "given.safetensors")
     page = (ROOT / "docs/convert-and-fold.md").read_text()
-    [block] = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    block, _ = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (folders / "served.py").write_text(block)
     shutil.copytree(folders / "qwen3_0_alpha", folders / "out/hf")
     done = run_alone(ALONE, folders, SMALL, TEXT, *CASES)
