@@ -11,9 +11,10 @@
     python report.py --published
         CoupledNorm's Table 1, from its printed numbers
 
-An arm is a norm type with its norm keys, such as "coupled --coupled_span=2". Every arm is compared
-with the baseline, seed by seed. The margins of equivalence are those that the runs declared
-(train.py's keys of the same names); one that is given here is labelled post hoc.
+An arm is a norm type with its norm keys, such as "coupled --coupled_span=2", or the name that it
+was given (sweep.sh, or train.py's key `arm`). Every arm is compared with the baseline, seed by
+seed. The margins of equivalence are those that the runs declared (train.py's keys of the same
+names); one that is given here is labelled post hoc.
 """
 
 import csv
@@ -111,13 +112,9 @@ def tost_cell(row: Comparison) -> str:
     return f"{row.verdict.p_tost:.3g} ({margin})" if row.delta else "no margin"
 
 
-def text_cell(row: Comparison) -> str:
-    """Format the range of the mean difference when one document is left out."""
-    return "" if row.text is None else row.show_interval((row.text.low, row.text.high))
-
-
 def verdict_cells(row: Comparison) -> dict[str, Any]:
     """Return a line of the table of verdicts: heading -> cell."""
+    range_of_text = row.text and row.show_interval((row.text.low, row.text.high))
     return {
         "metric": row.metric.name,
         "arm": f"`{row.name}`",
@@ -126,7 +123,7 @@ def verdict_cells(row: Comparison) -> dict[str, Any]:
         "difference": row.show(row.estimate.mean),
         "Holm interval": row.show_interval(row.verdict.interval),
         "in tokens": row.show_tokens(),
-        "without one document": text_cell(row),
+        "without one document": range_of_text or "",
     }
 
 
@@ -147,41 +144,6 @@ def test_cells(row: Comparison) -> dict[str, Any]:
         "power within": number(row.power_within, 2) if row.delta else "",
         "needed": row.needed or "n/a",
     }
-
-
-# Columns of report.csv; also where nothing is compared.
-CSV_COLUMNS = [
-    "metric",
-    "arm",
-    "baseline",
-    "n_seeds",
-    "mean_difference",
-    "sd_difference",
-    "standard_error",
-    "low",
-    "high",
-    "low_holm",
-    "high_holm",
-    "p_t",
-    "p_holm",
-    "p_tost",
-    "p_beyond",
-    "delta",
-    "delta_kind",
-    "p_sign_flip",
-    "low_bca",
-    "high_bca",
-    "detectable",
-    "power_within",
-    "seeds_needed",
-    "is_log_ratio",
-    "token_share",
-    "low_document",
-    "high_document",
-    "direction",
-    "margin_verdict",
-    "verdict",
-]
 
 
 def csv_cells(row: Comparison) -> dict[str, Any]:
@@ -231,8 +193,14 @@ def filled(lines: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     return header, [[line[heading] for heading in header] for line in lines]
 
 
-STABILITY_HEADER = ("arm", "runs", "diverged", "clipped steps", "spikes a run")
-STABILITY_HEADER += ("largest attention logit",)
+STABILITY_HEADER = (
+    "arm",
+    "runs",
+    "diverged",
+    "clipped steps",
+    "spikes a run",
+    "largest attention logit",
+)
 
 
 def stability_rows(arms: Arms) -> list[list[Any]]:
@@ -296,9 +264,10 @@ def exchange_text(arms: Arms, baseline: str) -> str:
     )
 
 
-def names_text(arms: Iterable[str]) -> str:
-    """Return the table of short names; "" if no arm has one of its own."""
-    table = [(f"`{short_name(arm)}`", f"`{arm}`") for arm in arms if short_name(arm) != arm]
+def names_text(arms: Arms) -> str:
+    """Return the table of names; "" if no arm has another one than its words."""
+    words = {short_name(arm): next(iter(runs.values())).words for arm, runs in arms.items()}
+    table = [(f"`{name}`", f"`{arm}`") for name, arm in words.items() if name != arm]
     return markdown(["short name", "arm"], table) if table else ""
 
 
@@ -386,7 +355,7 @@ def make_report(arms: Arms, baseline: str, deltas: dict[str, float]) -> Report:
 
 def report_text(report: Report) -> str:
     """Return the whole of report.md."""
-    arms = renamed(report.compared)
+    arms = {short_name(arm): runs for arm, runs in report.compared.items()}
     baseline = short_name(report.baseline)
     parts = [f"# Norm types against `{baseline}`", header_text(arms), names_text(report.stable)]
     parts.append("## Verdicts")
@@ -474,11 +443,6 @@ def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
     return paths[0] if paths[0].is_dir() else paths[0].parent
 
 
-def renamed(arms: Arms) -> Arms:
-    """Return the same runs by the arms' short names."""
-    return {short_name(arm): runs for arm, runs in arms.items()}
-
-
 def without_a_row(rows: list[Comparison], pairs: Pairs, diverged: dict[str, str]) -> list[str]:
     """Return one sentence for each arm that has too few pairs to be compared, if it says why."""
     missing = {}
@@ -535,9 +499,12 @@ def write_report(report: Report, out: Path, pictures: bool) -> None:
             for arm, runs in report.compared.items()
             for seed, run in sorted(runs.items())
         ]
+        rows = [csv_cells(row) for row in report.rows]
+        # Where nothing is compared, too, it begins in this way, so that it is known as ours.
+        columns = rows[0] if rows else ("metric", "arm")
         texts = {
             "report.md": report_text(report),
-            "report.csv": csv_text(CSV_COLUMNS, [csv_cells(row) for row in report.rows]),
+            "report.csv": csv_text(columns, rows),
             "seeds.csv": csv_text(["arm", "seed", *METRICS], seeds),
         }
         for name, content in texts.items():

@@ -5,6 +5,8 @@
 #   ARMS="rms coupled 'coupled --coupled_span=2'" SEEDS="8 9 10" NPROC=8 ./sweep.sh config/small.py
 #
 #   ARMS       norm types, each with any norm keys after it    (layer rms coupled cbwc taper)
+#              NAME: before one gives it a name, for folders, tables and pictures:
+#              ARMS="rms 'wide:coupled --coupled_span=2'"
 #   SEEDS      (8 9 10 11 12 13 14 15)
 #   OUT        folder of the run folders                       (out/, first config file's name)
 #   HELLASWAG  off, auto (downloads the items) or their file   (off)
@@ -69,22 +71,25 @@ fi
 launcher=("$PYTHON")
 [ "$NPROC" = 1 ] || launcher+=(-m torch.distributed.run --standalone --nproc_per_node="$NPROC")
 
-# The name of an arm's runs without the seed: the keys with + between, without --, and with _ for
-# blanks and slashes.
-name_of() {
+# Read an arm into `keys`, and into `name` what its runs are called without the seed: its own name,
+# else the keys with + between, without --, and with _ for blanks and slashes.
+read_arm() {
+  name=
+  [[ ! $1 =~ ^([[:alnum:]_.-]+):. ]] || name=${BASH_REMATCH[1]}
+  split "${1#"$name:"}"
+  [ -z "$name" ] || { keys+=(--arm="$name"); return; }
   local IFS=+
-  local name="${keys[*]}"
+  name="${keys[*]}"
   name=${name//+--/+}
   name=${name//[ \/]/_}
-  echo "$name"
 }
 
 check=()
 names=()  # of all runs
 for arm in "${arms[@]}"; do
-  split "$arm"
-  check+=("::" "$(name_of)" --norm_type="${keys[0]}" "${keys[@]:1}")
-  for seed in "${seeds[@]}"; do names+=("$(name_of)-$seed"); done
+  read_arm "$arm"
+  check+=("::" "$name" --norm_type="${keys[0]}" "${keys[@]:1}")
+  for seed in "${seeds[@]}"; do names+=("$name-$seed"); done
 done
 "$PYTHON" -c '
 from common.errors import run_program
@@ -182,6 +187,7 @@ train() {
       tell "$name" "$label: $last  ($((SECONDS - began)) s)"
       ! has_diverged "$name"
       ;;
+    *": another process is working there"*) rm -f "$state/began/$name"; return 75 ;;
     *)
       # A full disk takes no message either.
       [[ $last == error:* ]] ||
@@ -203,8 +209,8 @@ work() {
     for turn in "${!arms[@]}"; do
       arm=${arms[(turn + round) % ${#arms[@]}]}
       seed=${seeds[round]}
-      split "$arm"
-      name=$(name_of)-$seed
+      read_arm "$arm"
+      name=$name-$seed
       number=$((number + 1))
       label="[$number/$total] $name"
       [ ! -e "$state/began/$name" ] || continue
@@ -268,8 +274,11 @@ finish() {
   for name in "${names[@]}"; do
     if [[ $kept == *$'\n'"$name"$'\n'* ]] || is_over "$name"; then over=$((over + 1)); fi
   done
+  read_arm "${arms[0]}"
+  local base=${keys[-1]#--arm=}
+  [ "$base" != "${keys[-1]}" ] || base=${arms[0]}
   [ "$over" = "$total" ] && printf '%s of %s runs done; next: python report.py %q --baseline=%q\n' \
-    "$over" "$total" "${KEEP:-$OUT}" "${arms[0]}" || echo "$over of $total runs done"
+    "$over" "$total" "${KEEP:-$OUT}" "$base" || echo "$over of $total runs done"
   [ "$1" != 130 ] || echo "stopped; run it again to go on"
   exit "$1"
 }

@@ -1,6 +1,6 @@
 """Short names of arms, for tables and pictures: `taper --taper_final=True` -> `taper final`.
 
-The CSV files keep the full arm, which sweep.sh takes.
+The CSV files keep the full arm, which sweep.sh takes. An arm that was given a name has that alone.
 """
 
 import shlex
@@ -20,7 +20,7 @@ def short_name(arm: str) -> str:
     for key in keys:
         name, _, value = key.removeprefix("--").partition("=")
         name = name.removeprefix(f"{norm_type}_")
-        parts.append(name if value == "True" else f"{name}={value}")
+        parts.append(name if value in ("", "True") else f"{name}={value}")
     short = " ".join(parts)
     if len(short) <= LONGEST:
         return short

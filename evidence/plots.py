@@ -9,20 +9,6 @@ from common.plotting import plt, save, style
 from evidence.runs import Run, labels_of
 
 LINE = 1.6  # width of a mean's line, points
-BAND = {"alpha": 0.18, "linewidth": 0}  # of the area around a mean
-
-
-def draw_band(
-    axis: plt.Axes, x: np.ndarray, lines: tuple[np.ndarray, ...], index: int, label: str = ""
-) -> None:
-    """Draw a mean (n,) over x (n,) with a band, in the style of the arm with this number.
-
-    Args:
-        lines: mean, lower and upper end of the band, (n,) each.
-    """
-    mean, low, high = lines
-    axis.plot(x, mean, label=label, linewidth=LINE, **style(index))
-    axis.fill_between(x, low, high, color=style(index)["color"], **BAND)
 
 
 def plot_loss(runs: list[Run], target: Path) -> Path:
@@ -68,10 +54,13 @@ def plot_sizes(rows: list[dict], plan: str, target: Path, title: str) -> Path:
     for index, name in enumerate(("before attention", "before MLP")):
         mine = rows[index : len(rows) - 1 : 2]  # without the final norm
         blocks = np.arange(len(mine)) + 0.5 * index
-        lines = ([row["mean"] for row in mine], *zip(*(row["quantiles"][::2] for row in mine)))
-        draw_band(axis, blocks, lines, index, f"mean {name}")
+        low, high = zip(*(row["quantiles"][::2] for row in mine))
+        look = style(index)
+        mean = [row["mean"] for row in mine]
+        axis.plot(blocks, mean, label=f"mean {name}", linewidth=LINE, **look)
+        axis.fill_between(blocks, low, high, color=look["color"], alpha=0.18, linewidth=0)
         first = [row["first"] for row in mine]
-        look = {"linewidth": 0.8, "linestyle": ":", "color": style(index)["color"]}
+        look = {"linewidth": 0.8, "linestyle": ":", "color": look["color"]}
         axis.plot(blocks, first, label=f"first token, {name}", **look)
     for position, letter in enumerate(plan.replace(" ", "")):
         if letter == "s":

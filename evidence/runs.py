@@ -48,6 +48,7 @@ OLD_NORM_KEYS: dict[str, dict[str, Any]] = {
 # Settings that do not change a result. HellaSwag is scored at evaluations and does not touch the
 # training; it is compared only on the same items.
 NAMES = {
+    "arm",
     "out_dir",
     "resume",
     "tracker",
@@ -157,8 +158,13 @@ class Run:
             keys.setdefault("norm_recipe", "paper")
         return keys
 
-    @cached_property
+    @property
     def arm(self) -> str:
+        """The name that the run's arm was given, else its words."""
+        return self.config.get("arm") or self.words
+
+    @cached_property
+    def words(self) -> str:
         """The norm type and every norm key that is not at its default, as sweep.sh takes it."""
         parts = [self.config["norm_type"]]
         for name, default in self.norm_keys.items():
@@ -415,8 +421,14 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
 def check_same_norms(first: Run, run: Run) -> None:
     """Raise UserError where two runs of one arm differ in a norm key.
 
-    Each is then at the default of its own day, so their arms have the same name.
+    Each is then at the default of its own day, so their arms have the same name; or they were given
+    the same one.
     """
+    if run.words != first.words:
+        raise UserError(
+            f"{first.name} and {run.name}: both are named {run.arm}, and are {first.words} and "
+            f"{run.words}: report on them apart"
+        )
     for name in run.norm_keys.keys() & first.norm_keys:
         there = _plain(first.config.get(name, first.norm_keys[name]))
         here = _plain(run.config.get(name, run.norm_keys[name]))

@@ -35,25 +35,22 @@ def check(parse: Callable[[list[str]], Any], argv: list[str]) -> None:
     """
     out, seeds, *words = argv
     marks = [place for place, word in enumerate(words) if word == "::"] + [len(words)]
-    config = None
     arms: dict[str, str] = {}  # settings -> name
     for start, end in itertools.pairwise(marks):
         name, *keys = words[start + 1 : end]
         config = parse(words[: marks[0]] + keys)
         own = {k: v for k, v in dataclasses.asdict(config).items() if k not in NAMES | {"seed"}}
         settings = json.dumps(own)
-        if settings in arms:
-            raise ConfigError(
-                f"ARMS: {name} is {arms[settings]}, an arm that is named twice: name it once"
-            )
+        if settings in arms or name in arms.values():
+            twice = arms.get(settings, name)
+            raise ConfigError(f"ARMS: {name} is {twice}, an arm that is named twice: name it once")
         arms[settings] = name
         for seed in seeds.split():
             wanted = dataclasses.asdict(config) | {"seed": int(seed)}
             check_settings(Path(out) / f"{name}-{seed}", wanted)
-    if config is not None:
-        count = config.planned_seeds or len(seeds.split())
-        if line := power(count, len(marks) - 2, config.delta_val_loss):
-            print(line)
+    count = config.planned_seeds or len(seeds.split())
+    if line := power(count, len(arms) - 1, config.delta_val_loss):
+        print(line)
 
 
 def power(seeds: int, arms: int, delta: float) -> str:

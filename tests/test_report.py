@@ -358,7 +358,7 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path, capsys):
     lines = list(csv.DictReader((tmp_path / "seeds.csv").open()))
     assert [(line["arm"], line["seed"]) for line in lines] == [("rms", "8"), ("layer", "8")]
     table = tmp_path / "report.csv"
-    assert table.read_text().splitlines() == [",".join(report.CSV_COLUMNS)]
+    assert table.read_text().splitlines() == ["metric,arm"]
     table.write_text("somebody's own")
     with pytest.raises(UserError, match=r"report\.csv"):
         report.main([str(tmp_path), "--baseline=rms", "--pictures=False"])
@@ -666,6 +666,22 @@ def test_short_names_of_arms(arm, short):
     assert first != second and len(first) == len(second) == 40
 
 
+def test_an_arm_has_the_name_that_it_was_given(tmp_path, capsys):
+    for seed in (1, 2, 3):
+        write_run(tmp_path, "rms", seed)
+        write_run(tmp_path, "coupled", seed, coupled_span=2, arm="wide")
+    report.main([str(tmp_path), "--baseline=rms"])
+    printed = capsys.readouterr().out
+    assert "\nwide " in printed and "coupled" not in printed
+    assert "| `wide` | `coupled --coupled_span=2` |" in (tmp_path / "report.md").read_text()
+    rows = list(csv.DictReader((tmp_path / "report.csv").open()))
+    assert {row["arm"] for row in rows} == {"wide"}
+    assert 'value="wide"' in (tmp_path / "report.html").read_text()
+    write_run(tmp_path, "layer", 4, arm="wide")
+    with pytest.raises(UserError, match="both are named wide"):
+        reported(tmp_path)
+
+
 # ------------------------------------------------------------------------------ the published table
 
 
@@ -673,8 +689,7 @@ def test_published_table_supports_no_gain(tmp_path, capsys, monkeypatch):
     """Throughput t = 1.43, p = 0.17, -0.27 % ... +1.35 %; equal losses are not shown within 0.001
     (TOST p = 0.074). Other numbers give other verdicts.
     """
-    report.main(["--published"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = published.print_verdicts()
     speed, loss, accuracy = (
         found[name] for name in ("train_throughput", "train_loss", "hellaswag")
     )
@@ -689,8 +704,9 @@ def test_published_table_supports_no_gain(tmp_path, capsys, monkeypatch):
     changed = tmp_path / "table.csv"
     changed.write_text(text.replace("3.096,0.0012,3.096,0.0014", "3.096,0.0002,3.096,0.0002"))
     monkeypatch.setattr(published, "TABLE", changed)
+    found = published.print_verdicts()
     report.main(["--published"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "better" in capsys.readouterr().out
     assert found["train_throughput"]["verdict"] == "better"
     assert found["train_loss"]["verdict"] == "no difference shown, within the margin"
 

@@ -159,16 +159,17 @@ def test_a_failed_run_does_not_stop_the_others(data, tmp_path):
 def test_keys_with_blanks_and_two_processes(data, tmp_path):
     """An arm's keys may hold blanks, in quotes; NPROC=2 goes through torchrun.
 
-    The arm before it is done already.
+    The arm before it has a name of its own, and is done already.
     """
-    arms = """layer "coupled  --norm_plan='Rs Rs R' --coupled_alpha=1.5" """
-    done = tmp_path / "out" / "layer-1" / "log.jsonl"
+    arms = """plain:layer "coupled  --norm_plan='Rs Rs R' --coupled_alpha=1.5" """
+    done = tmp_path / "out" / "plain-1" / "log.jsonl"
     done.parent.mkdir(parents=True)
     done.write_text(
         '{"event": "start", "config": {"norm_type": "layer"}}\n{"event": "end", "reason": "done"}\n'
     )
     lines = finish(start(data, tmp_path / "out", ARMS=arms, SEEDS="1", NPROC="2"))
-    assert lines[0] == "[1/2] layer-1: done already"
+    assert lines[0] == "[1/2] plain-1: done already"
+    assert lines[-1].endswith("--baseline=plain")
     assert "[2/2] coupled+norm_plan=Rs_Rs_R+coupled_alpha=1.5-1: done" in lines[1]
     [run] = [run for run in find_runs([tmp_path / "out"]) if run.config["norm_type"] == "coupled"]
     assert (
@@ -192,6 +193,7 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
     wrong = (
         ("ARMS", "rms 'coupled", "quote is not closed"),
         ("ARMS", "rms rms", "is named twice"),
+        ("ARMS", "a:rms 'a:rms --norm_eps=1e-6'", "is named twice"),
         ("SEEDS", "1,2", "1,2 is no seed"),
         ("ARMS", "rms copled", "did you mean coupled"),
         ("ARMS", "rms 'coupled --coupled_span=1' coupled", "coupled+coupled_span=1"),

@@ -84,6 +84,7 @@ class MachineKeys:
 class ComparisonKeys:
     """For report.py: what must be declared before the results are known"""
 
+    arm: str = key("", "name of the arm in tables ('': norm type and norm keys)")
     study: str = key("", "the study and the hash of its plan; runs of others are not compared")
     planned_seeds: int = key(
         0, "seeds of the comparison; report.py gives no verdict before (0: not planned)", least=0
