@@ -18,8 +18,10 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -305,17 +307,26 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-@contextmanager
-def plain_encoders() -> Iterator[None]:
-    """Let nn.TransformerEncoder compute as it does with gradients.
+def _both(
+    pred: bool | Tensor, true_fn: Callable, false_fn: Callable, operands: tuple | list = ()
+) -> Any:
+    """Compute both branches of a torch.cond, and choose."""
+    choose = partial(torch.where, torch.as_tensor(pred).reshape(()))
+    return tree_map(choose, true_fn(*operands), false_fn(*operands))
 
-    Without gradients torch may take a fast path, which hides the norms in one operation and puts
-    zeros at padded positions.
+
+@contextmanager
+def plain_operations() -> Iterator[None]:
+    """Let nn.TransformerEncoder and torch.cond compute with plain operations.
+
+    Without gradients torch may take a fast path through the encoder, which hides the norms in one
+    operation and puts zeros at padded positions. torch.cond hides what is in its branches.
     """
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with patch.object(torch, "cond", _both):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
@@ -336,7 +347,7 @@ def run(model: nn.Module, inputs: Inputs, widen: bool = True) -> Any:
     buffers = [buffer.clone() for buffer in model.buffers()]
     default = torch.get_default_dtype()
     try:
-        with torch.random.fork_rng(), plain_encoders():
+        with torch.random.fork_rng(), plain_operations():
             torch.manual_seed(SEED)
             # Copies, because a model may write into its inputs.
             args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
@@ -443,7 +454,8 @@ def _deeper(x: Tensor) -> Tensor:
     if not x.dim():
         return x
     axis = min(1, x.dim() - 1)
-    size = x.shape[-1] if x.numel() * x.shape[-1] <= LARGEST else 3
+    # Token ids have no channels, and each may cost a model a row of them.
+    size = x.shape[-1] if x.is_floating_point() and x.numel() * x.shape[-1] <= LARGEST else 3
     return x.unsqueeze(axis).repeat_interleave(size, axis)
 
 

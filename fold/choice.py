@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from .cut import cheapest_cut
 from .graph import Demand, Graph, Source
-from .lines import Line, Norm, norm_of, shape
+from .lines import Line, Norm, shape
 from .modules import Insertion, Plan, Swap, find_swap
 
 # A norm could be folded, but `fold` cannot write that into the modules, because ...
@@ -121,7 +121,7 @@ class Analysis:
         self.training = graph.model.training
         self.norms: list[NormCall] = []
         for node in graph.nodes:
-            found = norm_of(node)
+            found = node.meta["norm"]
             if found is not None:
                 self.norms.append(self._norm_call(node, found))
         # One module can become only one RMSNorm.
@@ -326,8 +326,9 @@ class Analysis:
         """Say why a norm does not fold as it stands."""
         if norm.norm.refused:
             return norm.norm.refused
-        other_call = "another call of the same module cannot be folded"
-        return next(iter(norm.obstacles.values()), other_call)
+        return next(
+            iter(norm.obstacles.values()), "another call of the same module cannot be folded"
+        )
 
 
 def _lines_before_one_norm(norms: Collection[NormCall]) -> set[Line]:

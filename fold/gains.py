@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .certificate import Certificate, Inputs, changed
 from .graph import Graph
-from .lines import argument, describe, input_axes, is_tensor, shape
+from .lines import argument, describe, is_tensor, shape
 from .modules import merged, tensor_of, untie
 from .rules import ROUNDING, Trial
 from .siblings import FoldError
@@ -224,8 +224,10 @@ def _affine(graph: Graph, node: Node) -> Affine | None:
         if bias is not None and not _is_parameter(graph, bias):
             return None
         # native_layer_norm returns (y, mean, inv_std)
-        pieces = [user for user in node.users if user.target is operator.getitem]
-        last = next((piece for piece in pieces if piece.args[1] == 0), node)
+        last = next(
+            (user for user in node.users if user.target is operator.getitem and user.args[1] == 0),
+            node,
+        )
         return Affine(node, last, graph.names[gain], 0.0, bias and graph.names[bias])
     if name != "aten.mul.Tensor":
         return None
@@ -308,11 +310,10 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
     if len({(affine.offset, affine.bias) for affine in affines}) > 1:
         return "it is used with several biases"
     known = {node for affine in affines for node in (affine.first, affine.last)}
-    other = _other_use(graph, first.gain, known)
-    if other is None and first.bias is not None:
-        other = _other_use(graph, first.bias, known)
-    if other is not None:
-        return f"{describe(other)} reads it too"
+    for name in filter(None, (first.gain, first.bias)):
+        other = _other_use(graph, name, known)
+        if other is not None:
+            return f"{describe(other)} reads it too"
     reads: list[Read] = []
     for affine in affines:
         found = _readers(graph, affine.last)
@@ -433,7 +434,9 @@ def _target(graph: Graph, user: Node, weight: Node, axis: int, channels: Tensor)
     while weight not in graph.names:
         if not str(weight.target).startswith((*CASTS, *TURNS)) or len(weight.users) != 1:
             return None
-        axis = input_axes(weight)[axis]
+        if str(weight.target).startswith(TURNS):
+            sizes = torch.empty(*range(2, 2 + len(shape(weight))))
+            axis = weight.target(sizes, *weight.args[1:]).shape[axis] - 2
         entry = weight
         weight = weight.args[0]
     if not _is_parameter(graph, weight):

@@ -61,9 +61,11 @@ def to_rms(model: GPT) -> GPT:
     plan = model.plan
     gains = norms_with_gains(model)
     what = f"norm_type={config.norm_type}, norm_plan {plan}"
+    # or an RMSNorm that is one because its input is centred (cbwc)
+    has_layer_norms = centers_embeddings(model) or "L" in plan.outputs
     if not set(plan.letters) <= set("LRPBI"):
         raise FoldError(f"{what}: --to=rms is for LayerNorm and RMSNorm (layer, cbwc, lns, ...)")
-    if all(norm.has_plain_gain for norm in gains.values()) and not has_layer_norms(plan):
+    if all(norm.has_plain_gain for norm in gains.values()) and not has_layer_norms:
         raise FoldError(f"{what}: its norms are RMSNorms with plain gains already")
     weights = untied(model) if centers_embeddings(model) else wide_state(model)
     if centers_stream(plan):
@@ -79,7 +81,7 @@ def to_rms(model: GPT) -> GPT:
     if set(plan.letters) <= {"R", "L"} and config.norm_type != "rms":
         if set(plan.outputs + plan.embedding) != {"I"}:
             keys["norm_plan"] = str(plan).replace("L", "R")
-        keys["rms_bias"] = config.bias and has_layer_norms(plan)
+        keys["rms_bias"] = config.bias and has_layer_norms
         return rebuild(model, retype(config, "rms", **keys), weights)
     if replaces_stream(plan):
         keys["post_base"] = "rms"
@@ -215,11 +217,6 @@ def absorb_alpha(model: GPT) -> GPT:
 
 
 # ------------------------------------------------------------------------------------------- pieces
-
-
-def has_layer_norms(plan: NormPlan) -> bool:
-    """Is there a LayerNorm, or an RMSNorm that is one because its input is centred (cbwc)?"""
-    return centers_stream(plan) or "L" in plan.outputs + plan.embedding
 
 
 def centers_stream(plan: NormPlan) -> bool:

@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from .certificate import Inputs, first_line, plain_encoders
-from .lines import Feeds, Line, aligned, describe, module_path, norm_of, shape
-from .rules import feeds, mark_fixed, passes_on
+from .certificate import Inputs, first_line, plain_operations
+from .lines import Feeds, Line, aligned, describe, made_by, module_path, shape
+from .rules import feeds, mark, passes_on
 from .siblings import FoldError
+
+# What the paper's table counts as linear layers
+PRODUCTS = ("aten.linear", "aten.addmm", "aten.conv", "aten.mm", "aten.matmul")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Demand:
 
 def _is_norm_along(line: Line) -> bool:
     """Tell whether a line lies in the output of a norm, along what the norm averages."""
-    norm = norm_of(line.node.args[0] if "getitem" in str(line.node.target) else line.node)
+    norm = made_by(line.node).meta["norm"]
     return norm is not None and (norm.line.axis, norm.line.block) == (line.axis, line.block)
 
 
@@ -67,8 +70,7 @@ def _is_norm_output(line: Line) -> bool:
 
     Only the norm's bias feeds such a line, yet the line is more than the bias.
     """
-    node = line.node.args[0] if "getitem" in str(line.node.target) else line.node
-    return "_norm" in str(node.target)
+    return "_norm" in str(made_by(line.node).target)
 
 
 class Graph:
@@ -106,7 +108,7 @@ class Graph:
         # nodes of those parameters and buffers that a fold may change, or rely on -> names
         self.names: dict[Node, str] = {}
         self._name_placeholders(program)
-        mark_fixed(self.nodes)
+        mark(self.nodes)
         user_inputs = program.graph_signature.user_inputs
         self.inputs = {
             node for node in self.nodes if node.op == "placeholder" and node.name in user_inputs
@@ -141,7 +143,10 @@ class Graph:
             for path, module in model.named_modules():
                 module.register_forward_hook(partial(self._note_call, path), with_kwargs=True)
             # These warnings are about torch's own code.
-            with plain_encoders(), warnings.catch_warnings(action="ignore", category=FutureWarning):
+            with (
+                plain_operations(),
+                warnings.catch_warnings(action="ignore", category=FutureWarning),
+            ):
                 # In a block without gradients the exporter would lose sight of the modules.
                 with patch.object(torch._C, "_set_grad_enabled", lambda mode: None):
                     program = torch.export.export(model, args, kwargs, strict=False)
@@ -246,7 +251,7 @@ class Graph:
             demand.below[line] = ()
             if line.node in self.names:
                 name = self.names[line.node]
-                if paper and not _is_product(user):
+                if paper and not str(getattr(user, "target", "")).startswith(PRODUCTS):
                     demand.failures[line] = f"{name} is no weight of a linear layer"
                 else:
                     demand.sources[line] = Source(((name, line.axis),), line.block)
@@ -436,11 +441,3 @@ def _remove_assertions(graph: torch.fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and str(node.target).startswith("aten._assert"):
             graph.erase_node(node)
-
-
-PRODUCTS = ("aten.linear", "aten.addmm", "aten.conv", "aten.mm", "aten.matmul")
-
-
-def _is_product(user: Node | None) -> bool:
-    """Tell whether an operation is a linear or a convolution, which the paper's table counts."""
-    return user is not None and str(user.target).startswith(PRODUCTS)

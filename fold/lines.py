@@ -69,31 +69,16 @@ def argument(node: Node, position: int, default: Any = None, name: str = "") -> 
     return node.kwargs.get(name, default)
 
 
-def input_axes(node: Node) -> list[int]:
-    """Return, for each axis of a permutation's output, the axis of its input.
-
-    Operations that move no axes give 0, 1, 2, ...
-    """
-    name = str(node.target)
-    ndim = len(shape(node))
-    axes = list(range(ndim))
-    if "permute" in name:
-        return [axis % ndim for axis in node.args[1]]
-    if "transpose" in name:
-        a = node.args[1] % ndim
-        b = node.args[2] % ndim
-        axes[a], axes[b] = axes[b], axes[a]
-    if name in ("aten.t.default", "aten.numpy_T.default"):
-        axes.reverse()
-    return axes
+def made_by(node: Node) -> Node:
+    """Return the operation that gives a tensor, perhaps beside others."""
+    return node.args[0] if node.target is operator.getitem else node
 
 
 def describe(node: Node) -> str:
     """Name an operation, and the module that calls it, for messages."""
     if node.op == "placeholder":
         return node.meta.get("kind", node.name)  # set in graph.py
-    made = node.args[0] if node.target is operator.getitem else node  # one of several results
-    name = str(made.target).removeprefix("aten.").split(".")[0]
+    name = str(made_by(node).target).removeprefix("aten.").split(".")[0]
     where = module_path(node)
     return f"{name} in {where}" if where else name
 
@@ -169,6 +154,13 @@ def compute(node: Node, known: dict[Node, Any]) -> Any:
         args, kwargs = tree_map(value, (node.args, node.kwargs))
         known[node] = node.target(*args, **kwargs)
     return known[node]
+
+
+def centered(x: Tensor, axis: int, block: int) -> Tensor:
+    """Subtract the mean of each block of an axis."""
+    axis %= x.dim()
+    blocks = x.unflatten(axis, (-1, block))
+    return (blocks - blocks.mean(axis + 1, keepdim=True)).flatten(axis, axis + 1)
 
 
 # -------------------------------------------------------------------------------------------- norms

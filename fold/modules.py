@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from .certificate import randomize, run, widened
 from .graph import Graph, Source
-from .lines import Norm
+from .lines import Norm, centered
 from .siblings import FoldError, rms_norm
 
 
@@ -170,13 +170,6 @@ class Ones(nn.Module):
 
     def forward(self, gain: Tensor) -> Tensor:
         return torch.ones_like(gain)
-
-
-def centered(x: Tensor, axis: int, block: int) -> Tensor:
-    """Subtract the mean of each block of an axis."""
-    axis %= x.dim()
-    blocks = x.unflatten(axis, (-1, block))
-    return (blocks - blocks.mean(axis + 1, keepdim=True)).flatten(axis, axis + 1)
 
 
 def merged(weight: Tensor, gain: Tensor | None, axis: int) -> Tensor:

@@ -7,6 +7,7 @@ of its inputs feed a line of its output if
     2. the blocks of the output have zero mean where those of all these inputs have (else there is a
        `failure`).
 
+Masks are random too, and then have the opposite values: what a mask hides in the example counts.
 graph.py asks backwards (which parameters must be centred for this LayerNorm?) and forwards (what
 else would be changed by that?). Only operations that are linear in each of their tensors of floats
 are tried: a clamp is the identity on the numbers of a trial, and on no others.
@@ -15,8 +16,8 @@ Source: "Enjoy Your Layer Normalization", section 4.2 (scalars, adds, linears) a
 (convolutions, groups).
 """
 
-import operator
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ from torch.fx import Node
 from .lines import (
     Feeds,
     Line,
+    centered,
     centring,
     compute,
     describe,
     is_float,
+    is_tensor,
+    made_by,
     norm_of,
     only_centres,
     shape,
@@ -67,13 +71,19 @@ ROUNDING = 1e-9
 
 
 class Trial:
-    """An operation on random numbers, or one result of an operation that has several."""
+    """An operation on random numbers, or one result of an operation that has several.
 
-    def __init__(self, node: Node):
+    Args:
+        node: the operation.
+        flipped: its masks have the other values. A mask may hide a tensor in the example, and show
+            it for another input or length.
+    """
+
+    def __init__(self, node: Node, flipped: bool = False):
         self.node = node
-        made = node.args[0] if node.target is operator.getitem else node
+        self.flipped = flipped
         self.generator = torch.Generator().manual_seed(0)
-        self.values = {x: self.sample(x) for x in made.all_input_nodes}
+        self.values = {x: self.sample(x) for x in made_by(node).all_input_nodes}
         # It may hold rows another time. (torch.cat leaves out a torch.tensor([]).)
         if any(x.numel() == 0 and x.dim() > 1 for x in self.values.values()):
             raise ValueError("nothing can be said of a tensor that is empty in the example")
@@ -81,13 +91,17 @@ class Trial:
     def sample(self, x: Node) -> Tensor:
         """Return random numbers for an input; what depends on no floats is computed."""
         found = x.meta["val"]
-        if x.op == "call_function" and (x.meta["fixed"] or not is_float(x)):
-            return Trial(x).run({})
         if "constant" in x.meta:
             return x.meta["constant"].to(wider(found.dtype))
-        if found.is_floating_point():
+        is_mask = found.dtype == torch.bool
+        if x.op == "call_function" and (x.meta["fixed"] or not (is_float(x) or _compares(x))):
+            # A mask that is made of others is flipped once.
+            numbers = Trial(x, self.flipped and not is_mask).run({})
+            return ~numbers if self.flipped and is_mask else numbers
+        if is_float(x):
             return self.draw(found)
-        indices = torch.randint(2, found.shape, generator=self.generator)  # or a mask
+        # Indices, or a mask
+        indices = torch.randint(2, found.shape, generator=self.generator) ^ self.flipped
         return indices.to(found.device, found.dtype)
 
     def draw(self, like: Tensor) -> Tensor:
@@ -99,25 +113,43 @@ class Trial:
         """Return what the operation gives, with other numbers for some inputs."""
         return compute(self.node, self.values | changed)
 
-    def changes(self, line: Line) -> tuple[Any, Any]:
-        """Return by how much the result changes with a line of an input.
+    @cached_property
+    def result(self) -> Tensor:
+        return self.run({})
 
-        Returns:
-            If a constant is added to each of its blocks, and if any numbers are.
-        """
+    def redrawn(self, x: Node) -> Tensor:
+        """Return by how much the result changes with other numbers for an input."""
+        return self.run({x: self.draw(self.values[x])}) - self.result
+
+    def shifted(self, line: Line) -> Tensor:
+        """Return by how much it changes if a constant is added to each block of a line."""
         x = self.values[line.node]
-        before = self.run({})
         blocks = blocks_of(x, line)
         constants = self.draw(blocks.narrow(line.axis + 1, 0, 1))
-        shifted = (blocks + constants).reshape(x.shape)
-        return tuple(self.run({line.node: y}) - before for y in (shifted, self.draw(x)))
+        return self.run({line.node: (blocks + constants).reshape(x.shape)}) - self.result
 
 
-def mark_fixed(nodes: list[Node]) -> None:
-    """Mark the tensors of a graph that depend on no numbers of the model and its inputs."""
+def trials(node: Node) -> Iterator[Trial]:
+    """Make the trials of an operation: a second one if it reads masks or indices."""
+    inputs = made_by(node).all_input_nodes
+    is_twice = any(x.meta["fixed"] or not is_float(x) for x in inputs)
+    return (Trial(node, flipped) for flipped in (False, True)[: 1 + is_twice])
+
+
+def _compares(x: Node) -> bool:
+    """Tell whether an operation makes a mask of numbers: which, their values say."""
+    inputs = [y for y in made_by(x).all_input_nodes if is_tensor(y)]
+    return x.meta["val"].dtype == torch.bool and any(
+        y.meta["val"].dtype != torch.bool for y in inputs
+    )
+
+
+def mark(nodes: list[Node]) -> None:
+    """Mark the norms of a graph, and what depends on no numbers of the model and its inputs."""
     for node in nodes:
         inputs = [x.meta["fixed"] for x in node.all_input_nodes]
         is_made = str(node.target).startswith(READ_NO_NUMBERS) or all(inputs)
+        node.meta["norm"] = norm_of(node)
         node.meta["fixed"] = "constant" in node.meta or (node.op == "call_function" and is_made)
 
 
@@ -147,43 +179,33 @@ def feeds(line: Line) -> Feeds:
     if node.op == "placeholder":
         return Feeds(failure=f"{describe(node)} need not have a zero mean")
     failure = f"{describe(node)} does not keep a zero mean"
+    if not (is_float(node) and str(made_by(node).target).startswith(LINEAR)):
+        return Feeds(failure=failure)
+    inputs = []
     try:
-        if not (is_float(node) and _is_linear(node)):
-            return Feeds(failure=failure)
-        trial = Trial(node)
-        found = tuple(_feeding(trial, line))
-        centred = {}
-        for at in found:
-            blocks = blocks_of(trial.values[at.node], at)
-            blocks = blocks - blocks.mean(at.axis + 1, keepdim=True)
-            centred[at.node] = blocks.reshape(shape(at.node))
-        means = blocks_of(trial.run(centred), line).mean(line.axis + 1)
-        return Feeds(found, "" if means.abs().max() < ROUNDING else failure)
+        for trial in trials(node):
+            found = list(_feeding(trial, line))
+            inputs += found
+            centred = {at.node: centered(trial.values[at.node], at.axis, at.block) for at in found}
+            means = blocks_of(trial.run(centred), line).mean(line.axis + 1)
+            if not means.abs().max() < ROUNDING:
+                return Feeds(tuple(inputs), failure)
     except Exception:  # an operation that does not take such numbers may raise anything
         return Feeds(failure=failure)
-
-
-def _is_linear(node: Node) -> bool:
-    made = node.args[0] if node.target is operator.getitem else node
-    return str(made.target).startswith(LINEAR)
+    return Feeds(tuple(dict.fromkeys(inputs)))
 
 
 def _feeding(trial: Trial, line: Line) -> Iterator[Line]:
     """Yield the lines of an operation's inputs of which it passes a constant on to `line`."""
     for x in trial.values:
         for at in lines_of(x, line.block) if is_float(x) and not x.meta["fixed"] else ():
-            change, other = trial.changes(at)
-            if _carries(change, other, line) and change.abs().max() > ROUNDING:
+            change = trial.shifted(at)
+            if change.abs().max() < ROUNDING or not is_even(change, line):
+                continue
+            # Along an axis that an input has not, whatever is added to it comes out as a constant.
+            if not is_even(trial.redrawn(x), line):
                 yield at
                 break
-
-
-def _carries(change: Tensor, other: Tensor, line: Line) -> bool:
-    """Tell whether an added constant comes out as one along a line, and other numbers do not.
-
-    Along an axis that an input has not, whatever is added to it comes out as a constant.
-    """
-    return is_even(change, line) and not is_even(other, line)
 
 
 def passes_on(user: Node, line: Line) -> list[Line] | None:
@@ -196,24 +218,29 @@ def passes_on(user: Node, line: Line) -> list[Line] | None:
         None if the constant would change something else; an empty list if nothing changes.
     """
     name = str(user.target)
-    norm = norm_of(user)
+    norm = user.meta["norm"]
     if norm is not None:
         return [] if norm.line == line and not norm.refused else None
     if not user.users or name.startswith(READ_NO_NUMBERS) or only_centres(user, line):
         return []
     if not name.startswith((*LINEAR, *BLIND)):
         return None
-    several = isinstance(user.meta["val"], list | tuple)
+    pieces = user.users if isinstance(user.meta["val"], list | tuple) else [user]
     found = []
-    for piece in user.users if several else [user]:
-        try:
-            change, other = Trial(piece).changes(line)
-        except Exception:  # as in `feeds`
-            return None
-        if change.abs().max() < ROUNDING:
-            continue
-        onwards = [at for at in lines_of(piece, line.block) if _carries(change, other, at)]
-        if not onwards or not name.startswith(LINEAR):
-            return None
-        found.append(onwards[0])
+    try:
+        for trial in (trial for piece in pieces for trial in trials(piece)):
+            change = trial.shifted(line)
+            if change.abs().max() < ROUNDING:
+                continue
+            other = trial.redrawn(line.node)
+            onwards = [
+                at
+                for at in lines_of(trial.node, line.block)
+                if is_even(change, at) and not is_even(other, at)
+            ]
+            if not onwards or not name.startswith(LINEAR):
+                return None
+            found.append(onwards[0])
+    except Exception:  # as in `feeds`
+        return None
     return found

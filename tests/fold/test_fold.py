@@ -319,6 +319,48 @@ def test_refused(name):
     assert not any(isinstance(module, FoldedNorm) for module in after.modules())
 
 
+# rows of a norm's input, of which the example shows one part alone; how many norms fold
+HIDDEN = {
+    "rows": (lambda m, x: torch.where(x[..., :1] > 50, m.b(x), m.a(x)), 1),
+    "all or nothing": (lambda m, x: torch.where(x.sum() > 500, m.b(x), m.a(x)), 1),
+    "by length": (lambda m, x: torch.where(torch.arange(x.shape[1])[:, None] < 30, x, m.a(x)), 0),
+    "torch.cond": (lambda m, x: torch.cond(x.sum() > 500, m.b, m.a, (x,)), 1),
+    "an activation": (lambda m, x: torch.where(x[..., :1] > 50, m.b(x).relu(), m.a(x)), 0),
+    "an activation in torch.cond": (lambda m, x: torch.cond(x.sum() > 500, F.relu, m.a, (x,)), 0),
+    "a factor": (lambda m, x: m.a(x) + m.b(x).relu() * (x[..., :1] > 50), 0),
+    "a number": (lambda m, x: m.a(x).masked_fill(x[..., :1] > 50, 1), 0),
+    "an integer": (lambda m, x: m.a(x) + (1 - (x[..., :1] < 50).long()) * m.b(x).relu(), 0),
+    "channels": (lambda m, x: torch.where(x > 50, m.b(x), m.a(x)), 0),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_the_example_does_not_show(name):
+    rows, number = HIDDEN[name]
+    model = net(lambda m, x: m.out(m.ln(rows(m, x))))
+    x = draw(2, 4, C)
+    after, certificate = fold(model, analyze(model, (x,)))
+    assert certificate.ok and certificate.folded == number, str(certificate)
+    for other in (x, x + 100, 60 * draw(2, 90, C, seed=1)):
+        close(after(other), model(other))
+
+
+def test_norms_in_the_branches_of_cond():
+    """In a model that is used, torch.cond compiles them; a module of both has two calls."""
+    model = net(
+        lambda m, x: m.out(
+            torch.cond(x.sum() > 0, lambda h: m.ln(m.a(h)), lambda h: m.ln2(m.ln(m.b(h))), (x,))
+        )
+    )
+    x = draw(2, 4, C)
+    report = analyze(model, (x,))
+    assert counts(report)[:2] == (3, 2) and "layer_norm in ln" in report.rows[2].reason
+    after, certificate = fold(model, report)
+    assert certificate.folded == 2
+    for other in (x, x + 9, x - 9):
+        close(after(other), model(other))
+
+
 def test_dropout_in_training_mode():
     model = net(lambda m, x: m.out(m.ln(F.dropout(m.a(x), 0.5, m.training))))
     assert counts(analyze(model, (draw(2, 4, C),)))[:2] == (1, 1)
