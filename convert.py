@@ -51,7 +51,7 @@ With --json the last line of output is JSON.
 import json
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -63,7 +63,7 @@ from torch.utils._pytree import tree_leaves
 
 import fold
 from common.errors import ConfigError, FoldError, UserError, run_program
-from common.output import whole_folder, write_bytes_atomically
+from common.output import whole_folder
 from configurator import key, parse_args
 from decode.pack import pack
 from decode.step import decode_logits
@@ -71,7 +71,7 @@ from fold import Report, gpt
 from fold.certificate import Certificate, Inputs, certify, run, touched
 from fold.choice import LEFT
 from fold.hub import RECIPE, example_inputs, load, load_pretrained, read_inputs, save
-from hf.config import gpt_config
+from hf.config import COUPLED, architecture, gpt_config
 from hf.hub import model_folder, read_config
 from hf.weights import export_hf
 from kernels.decode import reference as decode_reference
@@ -79,7 +79,8 @@ from load import load_model
 from model import GPT
 from norm_types import SHARED
 from posthoc.coupling import refusal, text_windows, to_coupled
-from training.checkpoint import BEST, LAST, save_checkpoint
+from training.checkpoint import BEST, LAST
+from training.run import write_model
 
 # The most text that calibrates alpha and measures the KL divergence: windows, and tokens of each.
 # Every second window calibrates, the others measure.
@@ -272,8 +273,8 @@ def is_of_hub(spec: str) -> bool:
 def is_foreign(spec: str, config: ConvertConfig) -> bool:
     """Tell whether transformers' model is meant, not ours.
 
-    That is a Hugging Face model that our GPT does not load, or any with --transformers and for
-    --to=weightless, which leaves it what it is.
+    That is a Hugging Face model that our GPT does not load, or any with --transformers, or a stock
+    one for --to=weightless, which leaves it what it is.
     """
     if not is_of_hub(spec):
         if config.transformers:
@@ -281,13 +282,13 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
                 f"transformers=True: {spec} is no Hugging Face folder or hub name: leave it out"
             )
         return False
-    if config.to == "weightless":
-        return True
+    hf = read_config(model_folder(spec))
     try:
-        gpt_config(read_config(model_folder(spec)), spec)
+        gpt_config(hf, spec)
     except UserError:
         return True
-    return config.transformers
+    is_stock = not architecture(hf).startswith(COUPLED)
+    return config.transformers or (config.to == "weightless" and is_stock)
 
 
 def foreign_inputs(model: nn.Module, config: ConvertConfig) -> dict[str, Any]:
@@ -402,17 +403,10 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
 
 
 def write(out: Path, model: GPT, certificate: Certificate) -> None:
-    """Write a run folder without a run: weights, config.json and certificate.json.
-
-    The weights are a checkpoint without an optimiser's state.
-    """
-    config = asdict(model.config)
-    state = {"step": 0, "config": config, "meta": model.meta, "model": model.state_dict()}
-    settings = json.dumps(config, indent=1) + "\n"
+    """Write a run folder without a run: weights, config.json and certificate.json."""
     with whole_folder(out) as folder:
-        write_bytes_atomically(folder / "config.json", settings.encode())
-        write_bytes_atomically(folder / "certificate.json", (certificate.to_json() + "\n").encode())
-        save_checkpoint(folder / BEST, state)
+        (folder / "certificate.json").write_text(f"{certificate.to_json()}\n", encoding="utf-8")
+        write_model(model, folder)
 
 
 def export(model: GPT, out: str, certificate: bytes) -> str:

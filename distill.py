@@ -61,10 +61,10 @@ from posthoc import adapters
 from posthoc.coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from posthoc.student import Pair, bytes_of, finished, make_student
 from posthoc.text import open_stream, shuffled, text_fingerprint
-from training.checkpoint import BEST, DISTILLING, save_checkpoint
+from training.checkpoint import BEST, DISTILLING
 from training.loop import Loop, Objective
 from training.optim import check_optimizer_keys, make_optimizer
-from training.run import LoopKeys, RunFolder, write_config
+from training.run import LoopKeys, RunFolder, write_model
 
 # Calibration takes every 16th of the first blocks of the text, if there are that many, so that its
 # blocks are of many documents.
@@ -307,7 +307,7 @@ class Distillation(Objective):
             )
         student = student.cpu()
         folder = loop.folder.path
-        write_student(student, folder, loop.step)
+        write_model(student, folder, loop.step, "the run is saved")
         is_wanted = self.config.export
         if is_wanted is None:
             is_wanted = student.meta.get("tokenizer") == "hf"
@@ -512,14 +512,6 @@ def choose(config: DistillConfig, teacher: GPT, text: Text) -> tuple[str, tuple[
     if config.alpha is not None:
         alpha = tuple(config.alpha if letter == SHARED else 1.0 for letter in letters)
     return spell(letters), alpha
-
-
-def write_student(student: GPT, folder: Path, step: int) -> None:
-    """Write config.json and ckpt_best.pt."""
-    config = dataclasses.asdict(student.config)
-    write_config(folder / "config.json", config, "the run is saved")
-    state = {"step": step, "config": config, "meta": student.meta, "model": student.state_dict()}
-    save_checkpoint(folder / BEST, state)
 
 
 def total_loss(gpt: GPT, x: Tensor, ids: Tensor) -> float:

@@ -455,7 +455,9 @@ def test_a_hugging_face_gpt2_becomes_rms_and_coupled(tmp_path, capsys):
     assert after.config.norm_type == "rms" and after.config.rms_bias
     close(after(idx), theirs(idx).logits, 1e-5)
     convert.main([str(rms), "--to=coupled", "--inexact", f"--out={coupled}"])
-    for folder in (rms, coupled):
+    convert.main([str(coupled), "--to=weightless", f"--out={tmp_path / 'weightless'}"])
+    close(load_model(str(tmp_path / "weightless"))(idx), load_model(str(coupled))(idx), 1e-5)
+    for folder in (rms, coupled, tmp_path / "weightless"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         assert not any(isinstance(module, torch.nn.LayerNorm) for module in model.modules())
         assert str(load_model(str(folder)).plan) == model.config.norm_plan

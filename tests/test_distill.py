@@ -214,7 +214,7 @@ def test_a_finished_distillation(words, tmp_path, capsys, monkeypatch):
     """It is not touched; killed while it ended, or its student removed, it ends once more."""
     words, out = [*words, "--max_iters=1"], tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(distill, "write_student", lambda *words: 1 / 0)
+        patch.setattr(distill, "write_model", lambda *words: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             distill.main(words)
     assert records(out)[-1]["event"] != "end"

@@ -23,7 +23,8 @@ from common.lock import FolderLock
 from common.old_keys import as_today, chosen_then
 from common.output import RUN_CONFIG, check_replaceable, write_bytes_atomically
 from configurator import key
-from training.checkpoint import FoundCheckpoint, find_checkpoint
+from model import GPT
+from training.checkpoint import BEST, FoundCheckpoint, find_checkpoint, save_checkpoint
 from training.log import RunLog, last_event
 from training.optim import AdamKeys
 from training.tracker import TRACKERS, check_tracker
@@ -205,7 +206,9 @@ class RunFolder:
         """List how the keys of `config`, but for `free` ones, differ from the run before."""
         state = self.found.state
         asked = {name: value for name, value in asdict(config).items() if name not in free}
-        before = config_then(state, self.ranks.device.type)
+        # What that run took for keys that are at auto.
+        place = saved_provenance(state).get("device", self.ranks.device.type)
+        before = chosen_then(state["config"], place)
         return changed_keys(before, asked, saved_provenance(state))
 
     def compare(self, config: RunKeys, data: str, remedy: str) -> None:
@@ -220,7 +223,10 @@ class RunFolder:
             DataError: ranks see different data.
             CheckpointError: the run has seen other data than these.
         """
-        self.provenance = find_provenance(data, self.ranks)
+        ranks = self.ranks
+        ranks.check_same(data, "ranks see different data: copy the same to each machine")
+        place = {"data": data, "world_size": ranks.world_size}
+        self.provenance = place | environment(ranks.device)
         found = self.found
         if found is None:
             return
@@ -269,6 +275,17 @@ def write_config(path: Path, keys: dict[str, Any], kept: str = "") -> None:
     write_text(path, json.dumps(keys, indent=1), kept)
 
 
+def write_model(model: GPT, folder: Path, step: int = 0, kept: str = "") -> None:
+    """Write a GPT's config.json and weights, a checkpoint without an optimiser's state.
+
+    Raises UserError, which says what is `kept`.
+    """
+    config = asdict(model.config)
+    write_config(folder / "config.json", config, kept)
+    state = {"step": step, "config": config, "meta": model.meta, "model": model.state_dict()}
+    save_checkpoint(folder / BEST, state)
+
+
 def write_text(path: Path, text: str, kept: str = "") -> None:
     """Write `text` and a newline atomically. Raises UserError, which says what is `kept`."""
     try:
@@ -280,20 +297,6 @@ def write_text(path: Path, text: str, kept: str = "") -> None:
 # ------------------------------------------------------------------------------ where it trains
 
 
-def find_provenance(data: str, ranks: Ranks) -> dict[str, Any]:
-    """Describe where this process trains.
-
-    Args:
-        data: the fingerprint of its data.
-        ranks: the processes of the run.
-
-    Raises:
-        UserError: ranks see different data; on every rank.
-    """
-    ranks.check_same(data, "ranks see different data: copy the same to each machine")
-    return {"data": data, "world_size": ranks.world_size, **environment(ranks.device)}
-
-
 def saved_provenance(state: dict[str, Any]) -> dict[str, Any]:
     """Return where the run of a checkpoint trained, without entries of a wrong type.
 
@@ -303,17 +306,6 @@ def saved_provenance(state: dict[str, Any]) -> dict[str, Any]:
     # A checkpoint may come from elsewhere, so each entry's type is checked.
     kinds = {"data": str, "versions": dict, **COMPARED}
     return {name: found[name] for name, kind in kinds.items() if type(found.get(name)) is kind}
-
-
-def config_then(state: dict[str, Any], device: str) -> dict[str, Any]:
-    """Return the config of a checkpoint's run, with what that run took for keys that are at auto.
-
-    Args:
-        state: the checkpoint.
-        device: where the run was, if the checkpoint does not say.
-    """
-    place = saved_provenance(state).get("device", device)
-    return chosen_then(state["config"], place)
 
 
 def check_same_data(then: dict[str, Any], now: dict[str, Any], path: Path, remedy: str) -> None:
