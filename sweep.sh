@@ -187,7 +187,7 @@ train() {
       tell "$name" "$label: $last  ($((SECONDS - began)) s)"
       ! has_diverged "$name"
       ;;
-    *": another process is working there"*) rm -f "$state/began/$name"; return 75 ;;
+    1:*": another process is working there"*) rm -f "$state/began/$name"; return 75 ;;
     *)
       # A full disk takes no message either.
       [[ $last == error:* ]] ||
