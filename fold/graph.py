@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -122,7 +122,9 @@ class Graph:
         self.aliases: dict[int, list[str]] = defaultdict(list)
         for name, value in self.values.items():
             self.aliases[id(value)].append(name)
-        self._shows_cache: dict[Any, str] = {}
+        # Each operation is tried once, however many norms it lies below.
+        self._feeds = cache(feeds)
+        self._passes_on = cache(passes_on)
         self._call_names: set[str] = set()
 
     # --------------------------------------------------------------------------------- construction
@@ -256,7 +258,7 @@ class Graph:
                 else:
                     demand.sources[line] = Source(((name, line.axis),), line.block)
                 continue
-            found = feeds(line)
+            found = self._feeds(line)
             if paper and _is_norm_along(line):
                 found = Feeds()  # the table takes the output of every LayerNorm to have zero mean
             if not found.failure:
@@ -304,7 +306,7 @@ class Graph:
     def _back_to_parameter(self, at: Line | None) -> Line | None:
         """Follow a line back through operations that nothing else uses, as far as a parameter."""
         while at is not None and at.node not in self.names and len(at.node.users) == 1:
-            found = feeds(at)
+            found = self._feeds(at)
             single = len(found.inputs) == 1 and not found.failure and not _is_norm_output(at)
             at = found.inputs[0] if single else None
         return at
@@ -323,15 +325,7 @@ class Graph:
         Returns:
             The first such operation that is found, for messages; "" if there is no such operation.
         """
-        users = [user for user in line.node.users if edges is None or user in edges]
-        key = (line, frozenset(users))
-        if key not in self._shows_cache:
-            self._shows_cache[key] = self._search(line, users)
-        return self._shows_cache[key]
-
-    def _search(self, line: Line, users: list[Node]) -> str:
-        """Do the work of `shows`, from these users of the line's node on."""
-        todo = [(line, user) for user in users]
+        todo = [(line, user) for user in line.node.users if edges is None or user in edges]
         done = set()
         while todo:
             at, user = todo.pop()
@@ -340,7 +334,7 @@ class Graph:
             done.add((at, user))
             if user.op == "output":
                 return "the model's output"
-            onwards = passes_on(user, at)
+            onwards = self._passes_on(user, at)
             if onwards is None:
                 return describe(user)
             todo += [(out, next_user) for out in onwards for next_user in out.node.users]
