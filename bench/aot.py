@@ -43,7 +43,7 @@ from triton.compiler import ASTSource
 
 from common.errors import ConfigError, UserError, run_program
 from common.output import markdown
-from configurator import key, parse_args
+from configurator import check_ranges, key, parse_args
 from decode.arms import is_plain_pre_norm, with_norms
 from decode.ledger import shape_on_meta
 from decode.pack import LEVELS, pack
@@ -93,9 +93,9 @@ class AotConfig:
         (80, 90, 100), f"compute capabilities times ten: {', '.join(map(str, ARCHITECTURES))}"
     )
     channels: tuple[int, ...] = key(
-        (768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first"
+        (768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first", least=1
     )
-    batch: tuple[int, ...] = key((), "kernels of decoding: sequences decoded at once")
+    batch: tuple[int, ...] = key((), "kernels of decoding: sequences decoded at once", least=1)
     shapes: tuple[str, ...] = key(tuple(SHAPES), "of decoding: shapes, separated by commas")
     named: bool = key(False, "only print the version of triton that torch names")
 
@@ -106,8 +106,7 @@ class AotConfig:
             )
         if not {*self.shapes} <= {*SHAPES}:
             raise ConfigError(f"shapes: give some of {', '.join(SHAPES)}, separated by commas")
-        if min(*self.channels, *self.batch, 1) < 1:
-            raise ConfigError("channels and batch are whole numbers from 1 on")
+        check_ranges(self)
 
 
 def named_triton() -> str:
@@ -162,8 +161,7 @@ def both_passes(given: Inputs, statistic: bool = False, frozen: bool = False) ->
         for name in ("x", "a") if frozen else ("x", "a", "w", "b", "w_out", "w_tilde"):
             if leaves[name] is not None:
                 leaves[name] = leaves[name].detach().requires_grad_()
-        function = binding.Activation if given.kind in KINDS else binding.Fused
-        y, h, _, inv, _ = function.apply(*leaves.values())
+        y, h, _, inv, _ = binding.Fused.apply(*leaves.values())
         outputs = [y, h, inv if statistic else None]
         outputs = [output for output in outputs if output is not None]
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
@@ -277,12 +275,11 @@ def instructions(cubin: bytes) -> bytes:
         struct.unpack_from("<I20xQQ", cubin, headers + index * size) for index in range(number)
     ]
     _, first_name, _ = sections[names]
-    (text,) = (
+    return next(
         cubin[start : start + length]
         for name, start, length in sections
         if cubin.startswith(b".text.", first_name + name)
     )
-    return text
 
 
 def disassemble(cubins: list[bytes], sm: int) -> list[str]:
@@ -328,24 +325,15 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
     waits for the preceding kernel (None: it does not wait).
     """
     start, wait, _ = assembly.partition("ACQBULK")
-    early = None
-    if wait:
-        early = len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start))
+    early = len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start)) if wait else None
 
     def count(pattern: str) -> int:
         return len(re.findall(pattern, assembly))
 
     def widths(instruction: str) -> list[int]:
         """Bits of each such instruction: .128, .64, or 32 without a suffix; [0] for none."""
-        found = []
-        for suffix in re.findall(rf"\b{instruction}\.E([.\w]*)", assembly):
-            if ".128" in suffix:
-                found.append(128)
-            elif ".64" in suffix:
-                found.append(64)
-            else:
-                found.append(32)
-        return found or [0]
+        found = re.findall(rf"\b{instruction}\.E(?:[.\w]*?\.(64|128)\b)?", assembly)
+        return [int(bits or 32) for bits in found] or [0]
 
     registers, stack = registers_and_stack(binary.cubin)
     return {
@@ -415,10 +403,14 @@ def decoding(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
                     facts = [f"{key}={words[key]}" for key in NAMED_FACTS if words.get(key)]
                     given = dict(zip(launch.kernel.arg_names, launch.arguments))
                     facts += [name for name in GIVEN if given.get(name) is not None]
-                    row = {"operator": f"{name}, batch {batch}, {' '.join(facts)}", "C": size}
-                    row |= {"sm": sm, "PDL": words.get("PDL")}
-                    # attention that makes its query, key and value
-                    row["joint"] = kernel == "attend_kernel" and launch.arguments[0] is None
+                    row = {
+                        "operator": f"{name}, batch {batch}, {' '.join(facts)}",
+                        "C": size,
+                        "sm": sm,
+                        "PDL": words.get("PDL"),
+                        # attention that makes its query, key and value
+                        "joint": kernel == "attend_kernel" and launch.arguments[0] is None,
+                    }
                     yield row | first_tile(kernel, words), launch
 
 

@@ -281,13 +281,9 @@ def step_launches(model: nn.Module, inputs: list[Tensor]) -> list[Launch]:
 
 def total(found: list[Launch], channels: int, addmm_crossings: int = 1, whole: bool = False) -> int:
     """Return the bytes of the launches that are of norms, or of all if `whole`."""
-    bytes_moved = 0
-    for launch in found:
-        if not whole and not launch.is_of_norms(channels):
-            continue
-        crossings = addmm_crossings if launch.name == "addmm" else 1
-        bytes_moved += launch.bytes_moved * crossings
-    return bytes_moved
+    counted = [launch for launch in found if whole or launch.is_of_norms(channels)]
+    crossings = [addmm_crossings if launch.name == "addmm" else 1 for launch in counted]
+    return sum(launch.bytes_moved * each for launch, each in zip(counted, crossings))
 
 
 def bytes_of_one_block(config: GPTConfig, tokens: int) -> float:

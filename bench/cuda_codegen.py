@@ -94,11 +94,10 @@ def cuda_code(
 
     torch._dynamo.reset()  # a function seen before would not be traced again
     patches = {**(options or {}), "fx_graph_cache": False, "compile_threads": 1}
-    tuned = bool(patches.get("coordinate_descent_tuning"))
     with (
         config.patch(patches),
         functorch_config.patch(enable_autograd_cache=False),
-        _products_of_a_row(tuned),
+        _products_of_a_row(bool(patches.get("coordinate_descent_tuning"))),
     ):
         compiled = torch.compile(
             function,
@@ -139,12 +138,8 @@ def _products_of_a_row(tuned: bool) -> Iterator[None]:
             return by_inductor(a, b)
         return by_library(a, b, **more)
 
-    if tuned:
-        table[mm] = product
-    try:
+    with mock.patch.dict(table, {mm: product} if tuned else {}):
         yield
-    finally:
-        table[mm] = by_library
 
 
 def _unfilled(like: list) -> Callable[[list], list]:
@@ -215,11 +210,6 @@ def _as_cuda(value: object) -> object:
     return value
 
 
-def _constant(value: object) -> Callable[..., object]:
-    """Return a function that answers `value`, whatever its arguments are."""
-    return lambda *args, **kwargs: value
-
-
 @contextlib.contextmanager
 def _pretend_h200() -> Iterator[None]:
     """Answer for an H200 what inductor asks torch and Triton about the GPU."""
@@ -267,10 +257,7 @@ def _pretend_h200() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
         for target, values in answers.items():
             for name, value in values.items():
-                call = _constant(value)
-                # in a class a plain function would become a method
-                patch = staticmethod(call) if isinstance(target, type) else call
-                stack.enter_context(mock.patch.object(target, name, patch))
+                stack.enter_context(mock.patch.object(target, name, return_value=value))
         if not interface._device_initialized:
             interface.init_device_reg()
         yield

@@ -2,6 +2,7 @@
 
     python -m bench.kernels --out=results/h100/kernels  # all operators, on the GPU that is here
     python -m bench.kernels --ops=rms_norm,add_rms_norm --channels=768,2048 --dtype=float16
+    python -m bench.kernels --host=True  # what a call costs the host, in place of the rest
 
 Share of copy bandwidth: the time of a plain copy that moves the fewest bytes the operator needs,
 over the arm's own; 100 % is as fast as memory allows. On a GPU the copy is the faster one of
@@ -16,6 +17,11 @@ all fits on a GPU of 80 GB. Other libraries (Liger-Kernel, quack, flash-attentio
 TransformerEngine) take part if they are installed. An arm whose results are wrong is not timed. On
 a CPU the Triton kernels cannot run: there the PyTorch references are timed against PyTorch's own
 functions. The last line is JSON.
+
+The host's time is that of forward and backward on 8 float32 rows of 768 channels, on one thread of
+the CPU, with launches of Triton kernels that do nothing: of ours, and over PyTorch's. It needs
+Triton and no GPU. PyTorch's computes as well, which takes 8 rows little time; and its F.rms_norm,
+one operator on a GPU, is several on a CPU, while its F.layer_norm is one on both.
 """
 
 import contextlib
@@ -28,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config
@@ -70,6 +77,7 @@ class KernelBenchConfig:
         ("float16", "bfloat16", "float32"),
     )
     rounds: int = key(50, "rounds; in each, every arm is timed once", least=6)
+    host: bool = key(False, "time the host alone, without launches")
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
     out: str = key("", "write README.md and kernels.jsonl into this folder")
 
@@ -311,6 +319,34 @@ def record(
     }
 
 
+def host_times(name: str, rounds: int) -> dict[str, Any]:
+    """Return the host's microseconds for both passes of our operator, and the ratio to PyTorch's.
+
+    Raises UserError where launches cannot be left out.
+    """
+    import triton
+
+    from kernels import binding
+
+    if binding.INTERPRETED:
+        raise UserError("TRITON_INTERPRET is set, so launches cannot be left out: unset it")
+    torch.set_num_threads(1)
+    case = Case(name, 8, 768, torch.float32, torch.device("cpu"))
+    ours = OPERATORS[name].ours("triton")
+    calls = {
+        "ours": lambda: case.backward(case.forward(ours)),
+        "torch": lambda: case.backward(case.forward(case.plain)),
+    }
+    with (
+        mock.patch.object(triton.JITFunction, "run", lambda *_, **__: None),
+        mock.patch.object(binding, "INTERPRETED", True),  # so that it takes tensors of a CPU
+    ):
+        time_arms(calls, 2, case.device)  # warms up
+        times = time_arms(calls, rounds, case.device, steps=50)
+    ratio = median_ratio(times["ours"], times["torch"])
+    return {"operator": name, "ours, us": round(1e6 * median(times["ours"])), "over torch": ratio}
+
+
 # ------------------------------------------------------------------------------------------ results
 
 
@@ -365,6 +401,10 @@ def report(config: KernelBenchConfig, records: list[dict[str, Any]]) -> str:
 def main(argv: list[str]) -> None:
     """Measure all cases, and write the results after each: time may be over before the last."""
     config, _ = parse_args(KernelBenchConfig, argv, __doc__)
+    if config.host:
+        for name in config.ops:
+            print(json.dumps(host_times(name, config.rounds)), flush=True)
+        return
     device = find_device(config.device)
     if device.type == "cpu":
         print(

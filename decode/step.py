@@ -489,8 +489,4 @@ def overlapped(function: Callable) -> Callable:
     # needs Triton, which not every platform has
     from kernels.decode.overlap import overlapping
 
-    def run(*args: Tensor) -> Tensor:
-        with overlapping():
-            return function(*args)
-
-    return run
+    return overlapping()(function)

@@ -27,6 +27,7 @@ blending itself of a taper over LayerNorm or with a bias.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def implementation(given: Inputs, mode: str = "auto") -> Callable[..., tuple]:
         return binding.compiled
     if torch._C._are_functorch_transforms_active():  # torch.func.grad, vmap: of plain PyTorch
         return plain
-    return binding.Activation.apply if given.kind in KINDS else binding.Fused.apply
+    return binding.Fused.apply
 
 
 def check(given: Inputs) -> None:
@@ -151,16 +152,16 @@ def add_then(
 
     For norms without a kernel that adds as well. x and a are (..., C), inv_rms (..., G) or None.
     """
-    if not adds_in_rows(x, a):
-        h = x + a
-        y, statistic = normalize(h, inv_rms)
-        return y, h, statistic
-    # (B, T, C) -> (B T, C), and back at the end
-    h = x.flatten(0, -2) + a.flatten(0, -2)
-    y, statistic = normalize(h, None if inv_rms is None else inv_rms.flatten(0, -2))
-    if statistic is not None:
-        statistic = statistic.view(*x.shape[:-1], -1)
-    return y.view(x.shape), h.view(x.shape), statistic
+    shape = x.shape
+    if adds_in_rows(x, a):  # (B, T, C) -> (B T, C), and back at the end
+        x, a = x.flatten(0, -2), a.flatten(0, -2)
+        inv_rms = None if inv_rms is None else inv_rms.flatten(0, -2)
+    h = x + a
+    y, statistic = normalize(h, inv_rms)
+    if x.shape != shape:
+        y, h = y.view(shape), h.view(shape)
+        statistic = None if statistic is None else statistic.view(*shape[:-1], -1)
+    return y, h, statistic
 
 
 def plain(*arguments) -> Outputs:
@@ -188,6 +189,12 @@ def plain(*arguments) -> Outputs:
     return Outputs(y, h, None, inv, inv_out)
 
 
+def run(mode: str, *tensors: Tensor | None, **others: Any) -> tuple:
+    """Compute Outputs of Inputs(*tensors, **others)."""
+    given = Inputs(*tensors, **others)
+    return implementation(given, mode)(*given)
+
+
 def rms_norm(
     x: Tensor,
     w: Tensor | None,
@@ -213,8 +220,9 @@ def rms_norm(
     Returns:
         y (..., C) in the type of x; inv_rms (..., groups) in float32, float64 for float64.
     """
-    given = Inputs(x, w=w, b=b, eps=eps, groups=groups, counted=counted, kind="rms")
-    y, _, _, inv_rms, _ = implementation(given, mode)(*given)
+    y, _, _, inv_rms, _ = run(
+        mode, x, w=w, b=b, eps=eps, groups=groups, counted=counted, kind="rms"
+    )
     return y, inv_rms
 
 
@@ -232,8 +240,9 @@ def add_rms_norm(
 
     a is (..., C) like x, in any dtype; the rest as in rms_norm.
     """
-    given = Inputs(x, a, w=w, b=b, eps=eps, groups=groups, counted=counted, kind="rms")
-    y, h, _, inv_rms, _ = implementation(given, mode)(*given)
+    y, h, _, inv_rms, _ = run(
+        mode, x, a, w=w, b=b, eps=eps, groups=groups, counted=counted, kind="rms"
+    )
     return y, h, inv_rms
 
 
@@ -263,8 +272,7 @@ def norm_add_norm(
     Returns:
         y and h (..., C) in the type of x; inv_rms (..., 1), the statistic of h.
     """
-    given = Inputs(x, a, w=w_in, w_out=w_out, eps=eps, eps_out=eps_out, kind="rms")
-    y, h, _, inv_rms, _ = implementation(given, mode)(*given)
+    y, h, _, inv_rms, _ = run(mode, x, a, w=w_in, w_out=w_out, eps=eps, eps_out=eps_out, kind="rms")
     return y, h, inv_rms
 
 
@@ -275,8 +283,7 @@ def add_normed(
 
     a is (..., C) like x, in any dtype. h has the type of x, and N(a) is not rounded before.
     """
-    given = Inputs(x, a, w_out=w_out, eps_out=eps)
-    return implementation(given, mode)(*given)[1]
+    return run(mode, x, a, w_out=w_out, eps_out=eps)[1]
 
 
 def layer_norm(
@@ -287,8 +294,7 @@ def layer_norm(
     Ba et al. 2016, with the biased variance and eps inside the root. mean and inv_std (..., 1)
     carry no gradient.
     """
-    given = Inputs(x, w=w, b=b, eps=eps, kind="layer")
-    y, _, mean, inv_std, _ = implementation(given, mode)(*given)
+    y, _, mean, inv_std, _ = run(mode, x, w=w, b=b, eps=eps, kind="layer")
     return y, mean, inv_std
 
 
@@ -297,16 +303,14 @@ def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "
 
     Loretz & Hochreiter 2026, equation 6.
     """
-    given = Inputs(h, given=inv_rms, w=w, kind="shared")
-    return implementation(given, mode)(*given)[0]
+    return run(mode, h, given=inv_rms, w=w, kind="shared")[0]
 
 
 def add_shared_rms_scale(
     x: Tensor, a: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Return (y, h): h = x + a, y = h * inv_rms * w; inv_rms (..., 1) is a constant."""
-    given = Inputs(x, a, inv_rms, w, kind="shared")
-    return implementation(given, mode)(*given)[:2]
+    return run(mode, x, a, inv_rms, w, kind="shared")[:2]
 
 
 def scaled_activation(
@@ -327,8 +331,7 @@ def scaled_activation(
     """
     if kind not in KINDS:
         raise UserError(f"activation {kind!r}: it is one of {', '.join(KINDS)}")
-    given = Inputs(z, given=inv_rms, b=b, kind=kind)
-    return implementation(given, mode)(*given)[0]
+    return run(mode, z, given=inv_rms, b=b, kind=kind)[0]
 
 
 def taper_norm(
@@ -344,6 +347,5 @@ def taper_norm(
     Kanavalau, Amo Alonso & Lall 2026. gate_c (2,) is (g, c), on the device of h. gate_c and inv_rms
     (..., 1) carry no gradient.
     """
-    given = Inputs(h, w=w, w_tilde=w_tilde, gate_c=gate_c, eps=eps, kind="taper")
-    y, _, _, inv_rms, _ = implementation(given, mode)(*given)
+    y, _, _, inv_rms, _ = run(mode, h, w=w, w_tilde=w_tilde, gate_c=gate_c, eps=eps, kind="taper")
     return y, inv_rms

@@ -2,7 +2,9 @@
 
 In eager mode it is a torch.autograd.Function, `Fused`. torch.compile cannot look into one that
 starts kernels, so there it is an operator, nanonorm::fused, which stays one step of the graph.
-Both save and compute the same.
+Both save and compute the same. Under function transforms (torch.func) plain PyTorch runs instead,
+so `Fused` has no setup_context: with one, PyTorch inspects a signature at every call, which takes
+longer than all the rest of forward.
 
 Backward computes what it can again, so what is saved is what is in memory anyway (the norm's input,
 which is the residual stream; gains and biases) and the statistics, some numbers for each row. The
@@ -46,7 +48,7 @@ def _save(ctx, inputs: tuple, outputs: Sequence[Tensor | None]) -> None:
     # No position shares these. LayerNorm's and TaperNorm's inv are not shared either.
     own = inv if given.kind in ("layer", "taper") else None
     ctx.mark_non_differentiable(*[tensor for tensor in (mean, own, inv_out) if tensor is not None])
-    ctx.constants = given._replace(**dict.fromkeys(TENSORS))
+    ctx.constants = inputs[TENSORS:]
     ctx.dtypes = given.x.dtype, None if given.a is None else given.a.dtype
     ctx.save_for_backward(
         given.x if h is None else h,
@@ -56,7 +58,7 @@ def _save(ctx, inputs: tuple, outputs: Sequence[Tensor | None]) -> None:
     )
 
 
-TENSORS = Inputs._fields[:8]
+TENSORS = 8  # of Inputs, the first ones; what follows are constants
 
 
 def _gradients(
@@ -68,22 +70,18 @@ def _gradients(
     """
     launch = launch or _launch_backward
     x, a, inv, w, b, w_out, w_tilde, gate_c, mean, inv_out = ctx.saved_tensors
-    constants = ctx.constants
+    *_, counted, kind = ctx.constants
     gains = any(ctx.needs_input_grad[3:7])
     found = Gradients(dh)
     # Where y was not used no kernel is launched: with zeros for dy it would cost a pass more, and
     # give NaN in rows with an infinite number.
     by_reference = torch.is_grad_enabled() or (dy is None and ds is not None)
     if by_reference:
-        inputs = constants._replace(
-            x=x, a=a, given=inv, w=w, b=b, w_out=w_out, w_tilde=w_tilde, gate_c=gate_c
-        )
+        inputs = Inputs(x, a, inv, w, b, w_out, w_tilde, gate_c, *ctx.constants)
         found = _by_reference(inputs, dy, dh, ds)
     elif dy is not None:
-        norm = (constants.counted, constants.kind, gains)
-        found = Gradients(
-            *launch(dy, dh, ds, x, a, w, b, w_out, w_tilde, gate_c, mean, inv, inv_out, *norm)
-        )
+        tensors = (x, a, w, b, w_out, w_tilde, gate_c, mean, inv, inv_out)
+        found = Gradients(*launch(dy, dh, ds, *tensors, counted, kind, gains))
     dx = found.x
     if a is not None and found.a is None and dx is not None and not by_reference:
         # The output norm by itself: dx is the gradient of a row's N_out(a).
@@ -97,6 +95,11 @@ def _gradients(
     of_x, of_a = (None if dtype is None or dx is None else dx.to(dtype) for dtype in ctx.dtypes)
     da = of_a if a is None else found.a
     return of_x, da, None, found.w, found.b, found.w_out, found.w_tilde, *[None] * 6
+
+
+def launch_forward(*inputs) -> Outputs:
+    """Launch the forward kernel of a norm or an activation for these Inputs."""
+    return (activation if inputs[-1] in KINDS else row_norm).forward(*inputs)
 
 
 def _launch_backward(*arguments) -> tuple[Tensor | None, ...]:
@@ -161,17 +164,15 @@ def _complete(tensors: Iterable[Tensor], present: Iterable[bool]) -> list[Tensor
 
 
 class Fused(torch.autograd.Function):
-    """A norm by its kernel: Fused.apply(*Inputs) -> Outputs."""
+    """A norm or an activation by its kernel: Fused.apply(*Inputs) -> Outputs."""
 
-    forward = staticmethod(row_norm.forward)
-    setup_context = staticmethod(_save)
+    @staticmethod
+    def forward(ctx, *inputs) -> Outputs:
+        outputs = launch_forward(*inputs)
+        _save(ctx, inputs, outputs)
+        return outputs
+
     backward = staticmethod(_gradients)
-
-
-class Activation(Fused):
-    """An activation by its kernel: Activation.apply(*Inputs) -> Outputs, y alone."""
-
-    forward = staticmethod(activation.forward)
 
 
 # ------------------------------------------------------------------ operators for torch.compile
@@ -205,8 +206,7 @@ def fused(
     counted: int | None,
     kind: str,
 ) -> list[Tensor]:
-    function = Activation if kind in KINDS else Fused
-    outputs = function.forward(
+    outputs = launch_forward(
         x, a, given, w, b, w_out, w_tilde, gate_c, eps, eps_out, groups, counted, kind
     )
     return [tensor for tensor in outputs if tensor is not None]

@@ -202,7 +202,7 @@ def _output_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of a and of w_out, given that of h = x + N(a), which is that of N(a).
 
-    See norm_add_norm_backward.
+    NormAddNorm.backward has the formulas.
     """
     scaled = dh.to(inv_out.dtype) * inv_out
     dw_out = _sum_rows(scaled * a, w_out, gains)
@@ -259,11 +259,26 @@ class NormAddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor, dh: Tensor, ds: Tensor, _) -> tuple[Tensor | None, ...]:
+        """Compute the gradients. With s = inv_rms, p = inv_out and n = C:
+
+            q = dy w_in s,   dx = q - h s^2 (<q, h> + s ds) / n + dh,   dw_in = sum of dy s h
+            r = dx w_out p,  da = r - a p^2 <r, a> / n,                 dw_out = sum of dx p a
+
+        dh is the gradient of the residual stream h itself, ds that of inv_rms. These are an
+        RMSNorm's formulas in terms of h and of a, which are kept, and not of h s and a p, which
+        inductor would keep in float32. dx is rounded before it is used for da: so inductor, which
+        makes a kernel for each line, hands it on in the type of h.
+        """
         h, a, w_out, w_in, inv_rms, inv_out = ctx.saved_tensors
         inv_out = _unless_second(inv_out, a, ctx.eps_out)
         gains = any(ctx.needs_input_grad[2:4])
-        gradients = norm_add_norm_backward(dy, dh, ds, h, a, w_out, w_in, inv_rms, inv_out, gains)
-        return *gradients, None, None
+        wide = inv_rms.dtype
+        scaled = dy.to(wide) * inv_rms
+        dw_in = _sum_rows(scaled * h, w_in, gains)
+        dx = _through_norm(affine(scaled, w_in, None, wide), h, inv_rms, ds)
+        dx = (dx + dh).to(h.dtype)
+        da, dw_out = _output_norm_backward(dx, a, w_out, inv_out, gains)
+        return dx, da, dw_out, dw_in, None, None
 
 
 def norm_add_norm(
@@ -284,55 +299,6 @@ def norm_add_norm(
         inv_out carries no gradient.
     """
     return NormAddNorm.apply(x, a, w_out, w_in, eps_out, eps)
-
-
-def norm_add_norm_backward(
-    dy: Tensor,
-    dh: Tensor | None,
-    ds: Tensor | None,
-    h: Tensor,
-    a: Tensor,
-    w_out: Tensor | None,
-    w_in: Tensor | None,
-    inv_rms: Tensor,
-    inv_out: Tensor,
-    gains: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of norm_add_norm.
-
-    With s = inv_rms, p = inv_out and n = C:
-
-        q = dy w_in s,   dx = q - h s^2 (<q, h> + s ds) / n + dh,   dw_in = sum of dy s h
-        r = dx w_out p,  da = r - a p^2 <r, a> / n,                 dw_out = sum of dx p a
-
-    These are the formulas of _through_norm in terms of h and of a, which are kept, and not of
-    h s and a p, which inductor would keep in float32. dx is rounded before it is used for da: so
-    inductor, which makes a kernel for each line, hands it on in the type of h.
-
-    Args:
-        dy: gradient of y.
-        dh: gradient of the residual stream h itself, or None.
-        ds: gradient of inv_rms, or None.
-        h: x + N_out(a), rounded.
-        a: input of the output norm.
-        w_out: its gain.
-        w_in: gain of the input norm.
-        inv_rms: statistic of h.
-        inv_out: statistic of a.
-        gains: compute dw_out and dw_in.
-
-    Returns:
-        (dx, da, dw_out, dw_in)
-    """
-    wide = inv_rms.dtype
-    scaled = dy.to(wide) * inv_rms
-    dw_in = _sum_rows(scaled * h, w_in, gains)
-    dx = _through_norm(affine(scaled, w_in, None, wide), h, inv_rms, ds)
-    if dh is not None:
-        dx = dx + dh
-    dx = dx.to(h.dtype)
-    da, dw_out = _output_norm_backward(dx, a, w_out, inv_out, gains)
-    return dx, da, dw_out, dw_in
 
 
 def _through_norm(q: Tensor, x: Tensor, inv_rms: Tensor, ds: Tensor | None) -> Tensor:

@@ -405,14 +405,13 @@ def backward(
         (dx, da, dw, db, dw_out, dw_tilde); without `gains` the last four are None. da and dw_out
         are also None for rows of more than WHOLE channels: the caller then takes them from dx.
     """
-    device = x.device
     groups = inv.shape[-1]
     channels = x.shape[-1] // groups
     is_shared = kind == "shared"
-    dx = rows.empty(x.shape, x.dtype, device)
+    dx = rows.empty(x.shape, x.dtype, x.device)
     da = None
     if a is not None and channels <= rows.WHOLE:
-        da = rows.empty(a.shape, a.dtype, device)
+        da = rows.empty(a.shape, a.dtype, a.device)
     dy, dh, x, a = (rows.as_rows(tensor) for tensor in (dy, dh, x, a))
     ds, w, b, w_out, w_tilde, inv = rows.adjacent(ds, w, b, w_out, w_tilde, inv)
     gate_c = None if gate_c is None else gate_c.float().contiguous()
@@ -420,8 +419,8 @@ def backward(
     dot = None
     total = None
     if work.column_tiles > 1 and not is_shared:
-        dot = rows.empty(inv.shape, torch.float32, device)
-        total = None if mean is None else rows.empty(mean.shape, torch.float32, device)
+        dot = rows.empty(inv.shape, torch.float32, x.device)
+        total = None if mean is None else rows.empty(mean.shape, torch.float32, x.device)
         rows.launch(
             dots_kernel,
             (work.row_tiles, groups),

@@ -44,6 +44,11 @@ class Work(NamedTuple):
     meta: dict[str, int]  # arguments of every launch: the tile's shape (powers of two) and warps
 
 
+def ceil_div(size: int, part: int) -> int:
+    """Divide and round up; triton.cdiv takes some microseconds of the host."""
+    return -(-size // part)
+
+
 def split(x: Tensor, channels: int, each: int, widest: int = WHOLE) -> Work:
     """Split the work on x (rows, ...) into tiles.
 
@@ -53,12 +58,12 @@ def split(x: Tensor, channels: int, each: int, widest: int = WHOLE) -> Work:
         each: elements for each thread, FORWARD or BACKWARD.
         widest: most columns of a tile.
     """
-    width = min(triton.next_power_of_2(channels), widest)
+    width = min(1 << (int(channels) - 1).bit_length(), widest)
     height = max(1, THREADS * each // width)
     warps = min(16, max(1, height * width // (32 * each)))
     return Work(
-        row_tiles=triton.cdiv(x.shape[0], height),
-        column_tiles=triton.cdiv(channels, width),
+        row_tiles=ceil_div(x.shape[0], height),
+        column_tiles=ceil_div(channels, width),
         meta={"ROWS": height, "COLUMNS": width, "num_warps": warps},
     )
 
@@ -77,7 +82,7 @@ def resident(registers: int, warps: int, registers_per_sm: int) -> int:
         warps: of a program.
         registers_per_sm: of a multiprocessor, whose four parts have a quarter each.
     """
-    of_a_warp = 32 * 8 * triton.cdiv(registers, 8)  # registers are given out by eights
+    of_a_warp = 32 * 8 * ceil_div(registers, 8)  # registers are given out by eights
     held = 4 * (registers_per_sm // 4 // of_a_warp)
     return max(1, min(held, WARPS_PER_SM) // warps)
 
@@ -89,8 +94,9 @@ def programs(
     """Return the number of programs of a backward kernel, compiled for `signature`, on `device`."""
     if device.type != "cuda":
         return 4  # for Triton's interpreter
-    compiled = kernel.warmup(*signature, grid=(1,), **dict(constants))
-    compiled._init_handles()  # loads it, and only then its registers are known
+    with torch.cuda.device(device):  # it compiles and loads for the current one
+        compiled = kernel.warmup(*signature, grid=(1,), **dict(constants))
+        compiled._init_handles()  # loads it, and only then its registers are known
     properties = torch.cuda.get_device_properties(device)
     each = resident(
         compiled.n_regs, dict(constants)["num_warps"], properties.regs_per_multiprocessor
@@ -140,19 +146,22 @@ def launch_backward(
     )
     at_most = 1  # without a launch, of a fake tensor
     if not isinstance(tensors[0], FakeTensor):
-        with torch.cuda.device_of(tensors[0]):  # it compiles and loads for the current one
-            at_most = programs(kernel, signature, tuple(constants.items()), device)
+        at_most = programs(kernel, signature, tuple(constants.items()), device)
     at_most = max(1, at_most // (groups * work.column_tiles))
     height = work.meta["ROWS"]
-    tiles_each = max(triton.cdiv(LEAST, height), triton.cdiv(work.row_tiles, at_most))
-    n_programs = triton.cdiv(work.row_tiles, tiles_each)
+    tiles_each = max(ceil_div(LEAST, height), ceil_div(work.row_tiles, at_most))
+    n_programs = ceil_div(work.row_tiles, tiles_each)
     sums = [
         empty((n_programs, len(parameter)), torch.float32, device) if summed else None
         for parameter, summed in zip(parameters, wanted)
     ]
-    grid = (n_programs, groups, work.column_tiles)
-    arguments = (*tensors, *sums, n_rows, tiles_each * height, *strides)
-    launch(kernel, grid, tensors[0], *arguments, **constants)
+    launch(
+        kernel,
+        (n_programs, groups, work.column_tiles),
+        tensors[0],
+        *(*tensors, *sums, n_rows, tiles_each * height, *strides),
+        **constants,
+    )
     return [
         None if partial is None else partial.sum(0).to(parameter.dtype)
         for partial, parameter in zip(sums, parameters)

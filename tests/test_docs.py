@@ -197,6 +197,7 @@ ARMS="rms coupled 'coupled --coupled_span=2'" SEEDS="8 9 10 11 12 13 14 15" \
 python -m bench.aot --sm=90 --channels=768
 python -m bench.aot --sm=90 --batch=1,31
 python -m bench.bytes --n_embd=768 --tokens=65536
+python -m bench.kernels --host=True
 python -m bench.fold random:gpt2 --lengths=256,1024
 python -m evals.lm_eval_model out/rms out/distill --mmlu=DEV,TEST --limit=20
 """,

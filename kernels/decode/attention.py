@@ -427,8 +427,7 @@ def attend(
     window: int = 0,
 ) -> list[Tensor]:
     made = (q, *[None] * 8, 0.0)  # Q to eps: nothing is left to make
-    norm = norm_channels(None, None, q.shape[-1])
-    return _attend(made, q.shape[1], k_cache, v_cache, pos, parts, norm, scale, window)
+    return _attend(made, q.shape[1], k_cache, v_cache, pos, parts, scale, window)
 
 
 def heads_attend(
@@ -451,8 +450,7 @@ def heads_attend(
     _, kv_heads, _, channels = k_cache.shape
     n_heads = z.shape[-1] // channels - 2 * kv_heads
     raw = (None, z, inv_rms, bias, cos, sin, q_gain, k_gain, v_gain, eps)  # Q to eps
-    norm = norm_channels(q_gain, k_gain, channels)
-    return _attend(raw, n_heads, k_cache, v_cache, pos, parts, norm, scale, window)
+    return _attend(raw, n_heads, k_cache, v_cache, pos, parts, scale, window)
 
 
 def norm_channels(q_gain: Tensor | None, k_gain: Tensor | None, channels: int) -> dict[str, int]:
@@ -471,7 +469,6 @@ def _attend(
     v_cache: Tensor,
     pos: Tensor,
     parts: int,
-    norm: dict[str, int],
     scale: float,
     window: int,
 ) -> list[Tensor]:
@@ -479,7 +476,6 @@ def _attend(
 
     Args:
         query: the kernel's arguments from Q to eps: a query, or what makes one.
-        norm: what norm_channels returns.
     """
     batch, kv_heads, length, channels = k_cache.shape
     if window >= length:  # it cuts nothing off
@@ -504,7 +500,7 @@ def _attend(
         KEYS=KEYS,
         PARTS=parts,
         WINDOW=window,
-        **norm,
+        **norm_channels(*query[6:8], channels),
         num_warps=WARPS,
         **overlap.launch_options(),
     )
@@ -533,9 +529,15 @@ def embed(token: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor
     batch = token.shape[0]
     channels = wte.shape[1]
     x = rows.empty((batch, 1, channels), wte.dtype, wte.device)
-    grid = (batch, triton.cdiv(channels, 1024))
-    given = (token, pos, wte, wpe, x)
-    rows.launch(embed_kernel, grid, wte, *given, C=channels, WIDE=1024, num_warps=4)
+    rows.launch(
+        embed_kernel,
+        (batch, triton.cdiv(channels, 1024)),
+        wte,
+        *(token, pos, wte, wpe, x),
+        C=channels,
+        WIDE=1024,
+        num_warps=4,
+    )
     return x
 
 

@@ -7,12 +7,15 @@ write. Nothing here asserts a time.
 import contextlib
 import gc
 import json
+import os
+import subprocess
 import sys
 import types
 import weakref
 
 import pytest
 import torch
+from helpers import ROOT
 
 from bench import kernel_arms, kernels
 from bench.copy_kernel import copy
@@ -20,6 +23,7 @@ from bench.kernel_arms import IN_PARTS, OPERATORS, UNFUSED, UNSCALED, arms_of
 from bench.kernels import Case, KernelBenchConfig
 from common.errors import ConfigError, UserError
 from decode import timing
+from kernels import binding
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = ["--rows=8,6", "--channels=16", "--rounds=6", "--dtype=float32", "--device=cpu"]
@@ -137,6 +141,21 @@ def test_figures_are_medians_of_the_rounds_ratios(monkeypatch):
     *_, line = kernels.table([forward]).splitlines()
     # what computes less is no rival
     assert line.endswith("| 25% | 17% | 33% | torch: 1.500 (1.500 .. 1.500) |")
+
+
+def test_the_host_is_timed_without_launches():
+    """Launched on a CPU, a kernel would fail."""
+    code = "from bench.kernels import main; main(['--host=True', '--ops=rms_norm', '--rounds=6'])"
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout)
+    assert told["ours, us"] > 0 and told["over torch"]["median"] > 0
+    if binding.INTERPRETED:
+        with pytest.raises(UserError, match="TRITON_INTERPRET"):
+            kernels.main(["--host=True"])
 
 
 def test_what_is_wrong_or_fails_is_not_timed(monkeypatch):
