@@ -13,6 +13,9 @@ rms-no-mlp-gamma and layer; and an A/A arm, a second copy of the first, whose ra
 machine's noise by its distance from 1. With nanogpt=FOLDER (a clone of karpathy/nanoGPT),
 upstream's model and optimiser take part.
 
+Under `torchrun --nproc_per_node=1 -m bench.train` all arms run in DDP, as on several GPUs, but for
+the time that gradients take between them: its buckets cut a compiled model.
+
 A step is what train.py does with gradient_accumulation_steps micro-batches: forward, backward,
 clipping, AdamW, the norms' schedules; nanoGPT's is its own. What train.py sets for the whole
 process (memory, float32 products) holds for all arms. Batches are random tokens, the same for all,
@@ -228,7 +231,7 @@ def main(argv: list[str]) -> None:
     all_arms(config)  # checks them before anything is started
     ranks = Ranks.start(config.device)
     if ranks.world_size > 1:
-        raise ConfigError("bench/train.py is one process: start it without torchrun")
+        raise ConfigError("bench/train.py is one process: give torchrun --nproc_per_node=1")
     if ranks.device.type == "cpu":
         faster_float32_products(config.n_embd, config.head_channels)
     place = timing_environment(ranks.device)

@@ -12,23 +12,24 @@ for the run that the config describes; for nanoGPT what its own users get.
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from common.distributed import accumulate, replicate
 from common.environment import Precision
 from common.errors import ConfigError
 from common.old_keys import AUTO, by_device
 from configurator import Overrides
+from decode.peers import module
 from model import GPT, GPTConfig
 from norm_plan import NormConfig, NormPlan
 from train import TrainConfig
@@ -131,7 +132,7 @@ def build_step(arm: TrainArm, batches: list[Batch], device: torch.device, nanogp
         nanogpt: folder with nanoGPT's clone.
     """
     if arm.is_nanogpt:
-        return nanogpt_step(arm, batches, device, import_nanogpt(Path(nanogpt)))
+        return nanogpt_step(arm, batches, device, module(nanogpt, "model", "nanogpt"))
     return our_step(arm, batches, device)
 
 
@@ -149,6 +150,7 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     forward = model
     if config.compile:
         forward = torch.compile(model, dynamic=False)
+    forward = replicate(forward)
     model.set_step(1, config.max_iters)
     following = itertools.count(2)  # number of the next step, for the norms' schedules
     at_once = math.gcd(len(batches), config.merge_micro_batches)
@@ -159,7 +161,8 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
         for start in starts:
             # (at_once B, T) each
             x, y = (torch.cat(parts) for parts in zip(*batches[start : start + at_once]))
-            losses = losses + micro_step(forward, x, y, precision, len(starts))
+            with accumulate(forward, last=start == starts[-1]):
+                losses = losses + micro_step(forward, x, y, precision, len(starts))
         is_bad = (~torch.isfinite(losses.sum())).to(losses.dtype)
         guarded_update(optimizer, precision.scaler, parameters, config.grad_clip, is_bad)
         for source, target in model.set_step(next(following), config.max_iters):
@@ -190,14 +193,17 @@ def nanogpt_step(
     forward = model
     if config.compile:
         forward = torch.compile(model)
+    if dist.is_initialized():
+        forward = DistributedDataParallel(forward)
     scaler = precision.scaler
 
     def step() -> Tensor:
-        for x, y in batches:
-            with precision.autocast():
-                _, loss = forward(x, y)
-                loss = loss / len(batches)
-            scaler.scale(loss).backward()
+        for number, (x, y) in enumerate(batches, 1):
+            with accumulate(forward, last=number == len(batches)):
+                with precision.autocast():
+                    _, loss = forward(x, y)
+                    loss = loss / len(batches)
+                scaler.scale(loss).backward()
         if config.grad_clip:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
@@ -207,12 +213,3 @@ def nanogpt_step(
         return loss.detach() * len(batches)
 
     return step
-
-
-def import_nanogpt(folder: Path) -> ModuleType:
-    """Import nanoGPT's model.py under another name than ours."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["nanogpt_model"] = module
-    spec.loader.exec_module(module)
-    return module

@@ -188,9 +188,9 @@ def load(folder: str) -> SimpleNamespace:
         sys.path[:] = path  # generate.py appends to it
 
 
-def module(folder: str, name: str) -> ModuleType:
-    """Load NAME.py of the folder as the module gpt_fast_NAME."""
-    spec = importlib.util.spec_from_file_location(f"gpt_fast_{name}", Path(folder) / f"{name}.py")
+def module(folder: str, name: str, program: str = GPT_FAST) -> ModuleType:
+    """Load NAME.py of a program's folder as the module PROGRAM_NAME, beside ours of that name."""
+    spec = importlib.util.spec_from_file_location(f"{program}_{name}", Path(folder) / f"{name}.py")
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = loaded  # a dataclass looks up the module that defines it
     spec.loader.exec_module(loaded)

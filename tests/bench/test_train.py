@@ -11,7 +11,9 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import TINY
+from torch.nn.parallel import DistributedDataParallel
 
 from bench import train, train_arms, train_profile
 from bench.train import AGAIN, TrainBenchConfig, all_arms, make_batches
@@ -217,7 +219,7 @@ def test_nanogpts_step_is_a_mean_over_micro_batches(upstream):
         f"--nanogpt={upstream}", "--grad_clip=0.01", "--weight_decay=0.0", "--dtype=float64"
     )
     arm, batches = parse_arms("nanogpt", config)[0], make_batches(config, CPU)
-    module = train_arms.import_nanogpt(train.Path(upstream))
+    module = train_arms.module(upstream, "model", "nanogpt")
     torch.manual_seed(config.seed)
     shape = {name: getattr(config, name) for name in train_arms.NANOGPT_SHAPE}
     reference = module.GPT(module.GPTConfig(**shape)).double()
@@ -234,6 +236,29 @@ def test_nanogpts_step_is_a_mean_over_micro_batches(upstream):
         optimizer.step()
     step = build_step(arm, batches, CPU, upstream)
     assert [step().item(), step().item()] == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["rms", "nanogpt"])
+def test_in_ddp_of_one_rank_a_step_is_the_same(name, upstream, monkeypatch):
+    """And gradients are reduced after the last micro-batch alone."""
+    config = config_of("--merge_micro_batches=1", "--gradient_accumulation_steps=3")
+    arm, batches = settle(parse_arms(name, config)[0], CPU), make_batches(config, CPU)
+    step = build_step(arm, batches, CPU, upstream)
+    alone = [step().item(), step().item()]
+    reduces, forward = [], DistributedDataParallel.forward
+
+    def spy(model, *tensors):
+        reduces.append(model.require_backward_grad_sync)
+        return forward(model, *tensors)
+
+    monkeypatch.setattr(DistributedDataParallel, "forward", spy)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        step = build_step(arm, batches, CPU, upstream)
+        assert [step().item(), step().item()] == alone
+    finally:
+        dist.destroy_process_group()
+    assert reduces == 2 * [False, False, True]
 
 
 def test_a_run_writes_table_and_records(tmp_path, capsys, upstream):
