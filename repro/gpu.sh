@@ -60,6 +60,10 @@ first_steps() {  # NAME SETTING...
 }
 first_minutes() {
   local warps residual whole
+  # Which kernels does attention run with, where heads are grouped: with a mask (l) and causal (g)?
+  stage first-attention "$PYTHON" -m bench.train config/rms.py --n_layer=2 --n_kv_head=4 \
+    --window=256 --local_blocks=lg --batch_size=8 --gradient_accumulation_steps=1 --compile=False \
+    --arms=rms --controls=False --profile --rounds=2 "--out=$out/first-attention"
   stage first-tests env OMP_NUM_THREADS=1 "$PYTHON" -m pytest -p no:cacheprovider -x \
     tests/kernels/test_binding.py tests/decode/test_graph.py
   stage first-sync first_sync
@@ -181,7 +185,8 @@ unset ARMS SEEDS OUT KEEP MODEL MODELS NPROC HELLASWAG RESULTS NANONORM_FULL TRI
 export PYTHON
 place=$("$PYTHON" -c 'import json, torch
 from common.environment import environment
-print(json.dumps(environment(torch.device("cuda"))))')
+order = torch._C._get_sdp_priority_order()  # of torch.nn.attention.SDPBackend
+print(json.dumps(environment(torch.device("cuda")) | {"attention": order}))')
 mkdir -p "$scratch" "$out/log"
 trap 'exit 130' INT TERM  # what a bench keeps of an interrupted measurement is not the stage
 every_stage

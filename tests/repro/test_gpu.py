@@ -96,7 +96,7 @@ def test_every_stage_says_what_its_program_understands(campaign, tmp_path, monke
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     names = campaign()[1].split()
-    assert len(set(names)) == len(names) == 61 + 11 + 4  # with the first minutes, and eight GPUs
+    assert len(set(names)) == len(names) == 61 + 12 + 4  # with the first minutes, and eight GPUs
     code, printed = campaign("*")
     assert code == 0, printed
     assert {path.stem for path in (tmp_path / "out/log").iterdir()} == set(names)
@@ -119,6 +119,6 @@ def test_a_stage_that_fails_is_named_and_runs_again(campaign, tmp_path):
     assert "the disk is full" in printed
     (tmp_path / "scratch/full").unlink()
     code, printed = campaign("first")
-    assert code == 0 and printed.count("done before") == 14
+    assert code == 0 and printed.count("done before") == 15
     code, printed = campaign("train", "trian")
     assert code == 2 and "trian" in printed and not (tmp_path / "out/log/train.txt").exists()
