@@ -48,7 +48,7 @@ def _save(ctx, inputs: tuple, outputs: Sequence[Tensor | None]) -> None:
     # No position shares these. LayerNorm's and TaperNorm's inv are not shared either.
     own = inv if given.kind in ("layer", "taper") else None
     ctx.mark_non_differentiable(*[tensor for tensor in (mean, own, inv_out) if tensor is not None])
-    ctx.constants = inputs[TENSORS:]
+    ctx.constants = inputs[8:]  # from eps on: what is no tensor
     ctx.dtypes = given.x.dtype, None if given.a is None else given.a.dtype
     ctx.save_for_backward(
         given.x if h is None else h,
@@ -56,9 +56,6 @@ def _save(ctx, inputs: tuple, outputs: Sequence[Tensor | None]) -> None:
         given.given if inv is None else inv,
         *(given.w, given.b, given.w_out, given.w_tilde, given.gate_c, mean, inv_out),
     )
-
-
-TENSORS = 8  # of Inputs, the first ones; what follows are constants
 
 
 def _gradients(
@@ -80,8 +77,12 @@ def _gradients(
         inputs = Inputs(x, a, inv, w, b, w_out, w_tilde, gate_c, *ctx.constants)
         found = _by_reference(inputs, dy, dh, ds)
     elif dy is not None:
-        tensors = (x, a, w, b, w_out, w_tilde, gate_c, mean, inv, inv_out)
-        found = Gradients(*launch(dy, dh, ds, *tensors, counted, kind, gains))
+        found = Gradients(
+            *launch(
+                *(dy, dh, ds, x, a, w, b, w_out, w_tilde, gate_c),
+                *(mean, inv, inv_out, counted, kind, gains),
+            )
+        )
     dx = found.x
     if a is not None and found.a is None and dx is not None and not by_reference:
         # The output norm by itself: dx is the gradient of a row's N_out(a).
