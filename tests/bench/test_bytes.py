@@ -375,4 +375,4 @@ def test_every_arm_is_a_config():
     for arm, keys in bytes.ARMS.items():
         GPTConfig(norm_type=arm.split(",")[0], **keys)
     counted = {arm.split(",")[0] for arm in bytes.ARMS}
-    assert counted | {"mixln", "taper"} == norm_plan.NORM_TYPES.keys()
+    assert counted | set(bytes.MIXTURES) == norm_plan.NORM_TYPES.keys()
