@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import zlib
+from contextlib import nullcontext
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -281,17 +282,21 @@ def test_exact_gelu_and_its_slope_against_float64():
 def test_a_backward_kernel_gets_the_programs_that_its_registers_let_in(
     registers, warps, expected, monkeypatch
 ):
-    """Of a multiprocessor with 65,536 registers; the grid is the compiled kernel's."""
+    """Of a multiprocessor with 65,536 registers; the grid is that of the kernel that is compiled on
+    the tensors' own device.
+    """
     assert rows.resident(registers, warps, 65536) == expected
     given, constants = (torch.bfloat16, None, 16), (("C", 768), ("num_warps", warps))
     compiled = SimpleNamespace(n_regs=registers, _init_handles=lambda: None)
 
     def warmup(*signature, grid, **others):
-        assert signature == given and others == dict(constants)
+        assert signature == given and others == dict(constants) and current == [place]
         return compiled
 
     device = SimpleNamespace(regs_per_multiprocessor=65536, multi_processor_count=132)
+    place, current = torch.device("cuda", 1), []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "device", lambda own: nullcontext(current.append(own)))
     kernel = SimpleNamespace(warmup=warmup)
-    found = rows.programs.__wrapped__(kernel, given, constants, torch.device("cuda"))
+    found = rows.programs.__wrapped__(kernel, given, constants, place)
     assert found == 132 * expected
