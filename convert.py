@@ -57,6 +57,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -424,6 +425,9 @@ def convert_ours(spec: str, config: ConvertConfig) -> tuple[Certificate, list[st
     """Convert a model of ours, and write it if `out` is set; as convert_foreign."""
     after, certificate = convert(load_model(spec), config)
     lines = left_lines(certificate)
+    if config.to == "coupled" and SHARED in after.plan.letters:
+        alpha = np.unique(np.atleast_1d(after.config.coupled_alpha))
+        lines.append(f"norm plan {after.plan}, alpha {', '.join(f'{a:.4g}' for a in alpha)}")
     if config.out:
         wrote = f"wrote {config.out}"
         if is_of_hub(spec):

@@ -150,7 +150,7 @@ def init_from(model: GPT, spec: str) -> str:
         CheckpointError: the two differ in more.
     """
     source = load_model(spec)
-    keys = SAME_FUNCTION
+    keys = ("n_layer", "n_embd", *SAME_FUNCTION)
     if all(set(gpt.plan.outputs) != {"I"} for gpt in (source, model)):
         keys += ("output_eps",)
     check_same_model(asdict(source.config), model.config, Path(spec), keys)

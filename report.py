@@ -266,7 +266,11 @@ def exchange_text(arms: Arms, baseline: str) -> str:
 
 def names_text(arms: Arms) -> str:
     """Return the table of names; "" if no arm has another one than its words."""
-    words = {short_name(arm): next(iter(runs.values())).words for arm, runs in arms.items()}
+    firsts = {short_name(arm): next(iter(runs.values())) for arm, runs in arms.items()}
+    words = {name: run.words for name, run in firsts.items()}
+    if len({run.config["learning_rate"] for run in firsts.values()}) > 1:  # of a declared study
+        for name, run in firsts.items():
+            words[name] += f" --learning_rate={run.config['learning_rate']:g}"
     table = [(f"`{name}`", f"`{arm}`") for name, arm in words.items() if name != arm]
     return markdown(["short name", "arm"], table) if table else ""
 
@@ -439,7 +443,9 @@ def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
     if config.out:
         return Path(config.out)
     if len(paths) > 1 and not config.plot:
-        raise ConfigError("the runs are in several places: say where the output goes, --out=DIR")
+        raise ConfigError(
+            "the runs are in several places: say where the output goes, --out=DIR or --plot=FILE"
+        )
     return paths[0] if paths[0].is_dir() else paths[0].parent
 
 
@@ -519,7 +525,7 @@ def terminal_table(report: Report) -> str:
     """Return the arms in the loss to decide by, at most 80 characters a line."""
     metric = report.judged[0].metric if report.judged else METRICS["val_loss"]
     found = {row.arm: row for row in report.judged if row.metric is metric}
-    lines = [["arm", "seeds", "mean", "SD", "differs", "95 % (Holm)", "verdict"]]
+    lines = [["arm", "seeds", "mean", "SD", "diff", "95 % (Holm)", "verdict"]]
     for place, (arm, runs) in enumerate(report.compared.items()):
         name = short_name(arm)
         if len(name) > LONGEST_NAME:  # two names may be alike up to where they are cut
@@ -573,6 +579,7 @@ def main(argv: list[str]) -> None:
                 raise UserError(f"{run.name} and {runs[0].name}: {difference}: draw them apart")
         with writing(out):
             print(f"wrote {plot_loss(runs, Path(config.plot or out / 'loss.png'))}")
+        print("for a comparison of several seeds: --baseline=NORM_TYPE --out=DIR")
         return
     deltas = {name: getattr(config, f"delta_{name}", 0.0) for name in METRICS}
     report = make_report(by_arm(runs), config.baseline, deltas)

@@ -269,7 +269,7 @@ finish() {
     [ "$name" = "*" ] || [ -e "$state/began/$name" ] || is_over "$name" || left+=" $name"
   done
   rm -rf "$state"
-  [ -z "$left" ] || echo "others are training:$left; run it again when they have ended"
+  [ -z "$left" ] || echo "others are training:$left; if one of them dies, run this again"
   local over=0
   for name in "${names[@]}"; do
     if [[ $kept == *$'\n'"$name"$'\n'* ]] || is_over "$name"; then over=$((over + 1)); fi

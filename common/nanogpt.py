@@ -40,7 +40,12 @@ def of_train(name: str, value: Any, settings: dict[str, Any]) -> dict[str, Any] 
         case "init_from", "scratch":
             return {"init_from": ""}
         case "init_from", "resume":
-            return {"init_from": "", "resume": str(Path(settings["out_dir"], "ckpt_last.pt"))}
+            last = Path(settings["out_dir"], "ckpt_last.pt")
+            if last.with_name("ckpt.pt").exists() and not last.exists():
+                raise ConfigError(
+                    f"the run in {last.parent} is nanoGPT's: start from it, by its name"
+                )
+            return {"init_from": "", "resume": str(last)}
         case (("lr_decay_iters" | "decay_lr" | "eval_only"), _):
             return {}
     return {} if name in NOT_NEEDED else None

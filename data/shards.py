@@ -80,7 +80,7 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
         script = folder / "prepare.py"
         remedy = "prepare the data, or set data_dir"
         if script.is_file():
-            remedy = f"run `python {script}`"
+            remedy = f"run `python {script}`, or set data_dir to the folder that has them"
         raise DataError(f"no {split} shards in {folder}: {remedy}")
     if len({match["name"] for match in names.values() if match}) > 1:
         raise DataError(f"{folder} holds shards of several data sets: keep one data set per folder")

@@ -17,8 +17,8 @@ def plot_loss(runs: list[Run], target: Path) -> Path:
     Raises UserError if no run has an evaluation yet.
     """
     figure, axis = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
-    # Without the first of several evaluations, from which the loss falls steeply.
-    later = np.concatenate([run.curve[min(1, len(run.curve) - 1) :, 1] for run in runs])
+    # Without the first of many evaluations, from which the loss falls steeply.
+    later = np.concatenate([run.curve[len(run.curve) > 4 :, 1] for run in runs])
     if not later.size:
         raise UserError("no evaluation yet: nothing to draw")
     runs = [run for run in runs if len(run.curve)]

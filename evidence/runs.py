@@ -63,6 +63,8 @@ NAMES = {
     "hellaswag_items",
     "full_val",
 }
+# The arms of a declared study may have rates of their own, chosen beforehand.
+RATES = {"learning_rate", "min_lr"}
 # Packages of which a run may be resumed with another version and still be compared.
 HARMLESS_VERSIONS = {"python", "numpy"}
 # What a program did that does not have the key: not yet, or no more.
@@ -483,6 +485,8 @@ def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -
     """
     ours, theirs = settings(run), settings(baseline)
     may_differ = norm_key_names(run) | norm_key_names(baseline) | {*but}
+    if ours.get("study"):
+        may_differ |= RATES
     for name in sorted({*ours, *theirs} - may_differ):
         here, there = ours.get(name), theirs.get(name)
         if here != there:

@@ -15,7 +15,8 @@ from typing import Any
 from common.errors import ConfigError, UserError
 from common.old_keys import AUTO
 from common.stats import ALPHA, detectable_effect, largest_sd
-from evidence.runs import NAMES, Run
+from evidence.runs import NAMES, RATES, Run
+from norm_plan import NormConfig
 
 FROM_DATA = {"vocab_size": 0, "n_vocab": 0}  # a run takes them from its data
 
@@ -45,12 +46,30 @@ def check(parse: Callable[[list[str]], Any], argv: list[str]) -> None:
             twice = arms.get(settings, name)
             raise ConfigError(f"ARMS: {name} is {twice}, an arm that is named twice: name it once")
         arms[settings] = name
+        check_comparable(name, own, json.loads(next(iter(arms))))
         for seed in seeds.split():
             wanted = dataclasses.asdict(config) | {"seed": int(seed)}
             check_settings(Path(out) / f"{name}-{seed}", wanted)
     count = config.planned_seeds or len(seeds.split())
     if line := power(count, len(arms) - 1, config.delta_val_loss):
         print(line)
+
+
+def check_comparable(name: str, own: dict[str, Any], first: dict[str, Any]) -> None:
+    """Check that report.py will compare an arm of settings `own` with the first arm.
+
+    Raises ConfigError that names a setting besides the norms in which they differ.
+    """
+    of_norms = {field.name for field in dataclasses.fields(NormConfig)}
+    own = json.loads(json.dumps(own))  # a tuple as a list, as in `first`
+    for key in sorted(own.keys() - of_norms):
+        is_rate = key in RATES
+        if own[key] != first[key] and not (is_rate and own["study"]):
+            declared = "declare them with --study=NAME, or " if is_rate else ""
+            raise ConfigError(
+                f"ARMS: {name} has {key}={own[key]}, the first arm {first[key]}. Arms that are "
+                f"compared differ in their norms alone: {declared}give all the same {key}"
+            )
 
 
 def power(seeds: int, arms: int, delta: float) -> str:
@@ -64,10 +83,12 @@ def power(seeds: int, arms: int, delta: float) -> str:
     if seeds < 2 or arms < 1:
         return ""
     found = detectable_effect(1.0, seeds, ALPHA / arms)
-    line = f"power: {seeds} seeds, arms against the baseline: {arms}: 80 % for {found:.2f} SD"
+    line = (
+        f"power: {seeds} seeds find, with 80 % chance, a difference of {found:.2f} SD of the pairs"
+    )
     if delta:
         largest = largest_sd(delta, seeds, ALPHA / arms)
-        line += f', and for "within the margin" of {delta:g} if an SD is at most {largest:.3g}'
+        line += f'; and "within the margin" of {delta:g}, if that SD is at most {largest:.3g}'
     return line
 
 

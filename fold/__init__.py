@@ -126,6 +126,11 @@ class Report:
     analysis: Analysis = field(repr=False)
 
     def __str__(self) -> str:
+        if not self.rows:
+            return (
+                f"{self.model}: no LayerNorm found. One that is written by hand takes the mean of "
+                "squares, with eps, not x.std()"
+            )
         lines = [("norm", "verdict", "reason")]
         lines += [(row.name, row.verdict, row.reason) for row in self.rows]
         name_width = max(len(name) for name, _, _ in lines)

@@ -106,6 +106,8 @@ class Certificate:
     kl: float | None = None
 
     def __str__(self) -> str:
+        if self.ok and self.refusals and not self.parameters:
+            return f"{self.what}; nothing is changed: {next(iter(self.refusals.values()))}"
         verdict = "exact" if self.ok else f"NOT exact ({self.reason})"
         lines = [
             f"{self.what}: {verdict}, largest float64 difference {self.max_abs:.1e}, "

@@ -395,8 +395,8 @@ def headline() -> str:
     factors = sorted(nats[name] / -gain for name in ("initialisation", "Muon for AdamW"))
     return (
         f"Use pre-norm RMSNorm: in {len(NAMES)} conditions no norm beat it consistently; the "
-        f"largest gain (Peri-LN, {100 * tokens:.0f} % of tokens in the wide shape) was not seen at "
-        f"four times the tokens; initialisation and optimiser are worth {factors[0]:.0f} to "
+        f"largest gain (Peri-LN, {100 * tokens:.0f} % of tokens in the wide shape) is open at four "
+        f"times the tokens; initialisation and optimiser are worth {factors[0]:.0f} to "
         f"{factors[1]:.0f} times more. Measured at 0.8 M parameters."
     )
 

@@ -119,6 +119,7 @@ pip install transformers
 python data/shakespeare_char/prepare.py
 python data/fineweb_edu/prepare.py
 python sample.py random:gpt2 --prompt="Hello"
+python hellaswag.py random:gpt2 --items=1
 python train.py config/shakespeare_char.py
 python train.py config/layer.py --init_from=gpt2
 python convert.py openai-community/gpt2 --analyze
@@ -163,8 +164,8 @@ sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=32 --time=8:00:00 \
 ARMS="rms coupled" SEEDS="8 9 10 11" OUT=out/small \
   sbatch --array=1-8 --gpus=1 --cpus-per-task=8 --time=8:00:00 slurm/sweep.sbatch config/small.py
 ARMS="rms coupled" SEEDS="8 9 10 11 12 13 14 15" OUT=out/table1 NPROC=8 HELLASWAG=auto \
-  sbatch --array=1-4 --exclusive --gpus=8 --cpus-per-task=64 --time=24:00:00 \
-  slurm/sweep.sbatch config/rms.py --delta_val_loss=0.001
+  sbatch --array=1-4 --exclusive --gpus=8 --cpus-per-task=64 --time=8:00:00 \
+  slurm/sweep.sbatch config/rms.py --full_val=True --planned_seeds=8 --delta_val_loss=0.001
 """,
     "minutes or hours of a CPU": """
 make demo
@@ -194,6 +195,8 @@ torchrun --standalone --nproc_per_node=8 hellaswag.py out/small/rms-8
 ARMS="rms coupled" SEEDS="8 9 10 11" ./sweep.sh config/table1_cpu.py --init_std=0.08
 ARMS="rms coupled 'coupled --coupled_span=2'" SEEDS="8 9 10 11 12 13 14 15" \
   ./sweep.sh config/small.py
+ARMS="'rms --learning_rate=0.006' 'peri --learning_rate=0.003'" SEEDS="1 2 3 4" OUT=out/rates \
+  ./sweep.sh config/demo.py --study="peri, rates from seed 100"
 python -m bench.aot --sm=90 --channels=768
 python -m bench.aot --sm=90 --batch=1,31
 python -m bench.bytes --n_embd=768 --tokens=65536

@@ -194,6 +194,7 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
         ("ARMS", "rms 'coupled", "quote is not closed"),
         ("ARMS", "rms rms", "is named twice"),
         ("ARMS", "a:rms 'a:rms --norm_eps=1e-6'", "is named twice"),
+        ("ARMS", "rms 'peri --learning_rate=1e-4'", "has learning_rate=0.0001"),
         ("SEEDS", "1,2", "1,2 is no seed"),
         ("ARMS", "rms copled", "did you mean coupled"),
         ("ARMS", "rms 'coupled --coupled_span=1' coupled", "coupled+coupled_span=1"),

@@ -484,20 +484,21 @@ def check_same_model(
     """Check that a saved model and ours agree in `keys`, or in all that decide tensors.
 
     Raises:
-        CheckpointError: names the first key in which they differ.
+        CheckpointError: names the keys in which they differ.
     """
     theirs = model_config(saved, path)
     names = keys or [field.name for field in fields(GPTConfig) if field.name not in FREE_KEYS]
+    found, wanted = [], []
     for name in names:
         # What auto means depends on the norm type.
         what = "qk_kind" if name == "qk_norm" else name
-        then = getattr(theirs, what)
-        now = getattr(config, what)
+        then, now = getattr(theirs, what), getattr(config, what)
         if then != now:
-            remedy = f"add --{name}={then}" + ("" if keys else ", or use another out_dir")
-            raise CheckpointError(
-                f"{path} is of another model: {name}={then!r} there, {now!r} here: {remedy}"
-            )
+            found.append(f"{name}={then!r} there, {now!r} here")
+            wanted.append(f"--{name}={then}")
+    if found:
+        remedy = f"add {' '.join(wanted)}" + ("" if keys else ", or use another out_dir")
+        raise CheckpointError(f"{path} is of another model: {'; '.join(found)}: {remedy}")
 
 
 def load_weights(

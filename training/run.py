@@ -86,7 +86,9 @@ class ComparisonKeys:
     """For report.py: what must be declared before the results are known"""
 
     arm: str = key("", "name of the arm in tables ('': norm type and norm keys)")
-    study: str = key("", "the study and the hash of its plan; runs of others are not compared")
+    study: str = key(
+        "", "the study, whose arms may have rates of their own; runs of others are not compared"
+    )
     planned_seeds: int = key(
         0, "seeds of the comparison; report.py gives no verdict before (0: not planned)", least=0
     )
@@ -194,7 +196,7 @@ class RunFolder:
         if changed := self.changed_keys(config, FREE_AT_THE_END):
             raise ConfigError(
                 f"{self.path} holds a run that has finished with other settings "
-                f"({', '.join(changed)}): choose another out_dir"
+                f"({', '.join(changed)}): choose another out_dir, or give the settings that it had"
             )
         if self.found.problem:
             self.log.say(f"not usable: {self.found.problem}; taken: {self.found.path}")
