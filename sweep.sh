@@ -97,6 +97,7 @@ from configurator import parse_args
 from evals.hellaswag import load_items
 from evidence.sweep import check
 from load import take_shape
+from norm_plan import NormConfig
 from train import TrainConfig
 from training.tracker import check_tracker
 
@@ -110,7 +111,7 @@ def main(argv):
         check_tracker(config.tracker)
         return config
 
-    check(parse, words)
+    check(parse, set(NormConfig.__dataclass_fields__), words)
     if hellaswag != "off":  # downloaded, or refused, before the first run
         load_items("" if hellaswag == "auto" else hellaswag)
 

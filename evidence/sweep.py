@@ -16,16 +16,16 @@ from common.errors import ConfigError, UserError
 from common.old_keys import AUTO
 from common.stats import ALPHA, detectable_effect, largest_sd
 from evidence.runs import NAMES, RATES, Run
-from norm_plan import NormConfig
 
 FROM_DATA = {"vocab_size": 0, "n_vocab": 0}  # a run takes them from its data
 
 
-def check(parse: Callable[[list[str]], Any], argv: list[str]) -> None:
+def check(parse: Callable[[list[str]], Any], of_norms: set[str], argv: list[str]) -> None:
     """Check what a sweep is about to train.
 
     Args:
         parse: words of train.py -> its TrainConfig. Raises ConfigError.
+        of_norms: keys that are about norms.
         argv: OUT, the seeds with blanks between, the words that all runs have; then for each arm
             `::`, its runs' name without the seed, and its words.
 
@@ -46,7 +46,8 @@ def check(parse: Callable[[list[str]], Any], argv: list[str]) -> None:
             twice = arms.get(settings, name)
             raise ConfigError(f"ARMS: {name} is {twice}, an arm that is named twice: name it once")
         arms[settings] = name
-        check_comparable(name, own, json.loads(next(iter(arms))))
+        rest = {key: own[key] for key in own.keys() - of_norms}
+        check_comparable(name, rest, json.loads(next(iter(arms))))
         for seed in seeds.split():
             wanted = dataclasses.asdict(config) | {"seed": int(seed)}
             check_settings(Path(out) / f"{name}-{seed}", wanted)
@@ -56,13 +57,16 @@ def check(parse: Callable[[list[str]], Any], argv: list[str]) -> None:
 
 
 def check_comparable(name: str, own: dict[str, Any], first: dict[str, Any]) -> None:
-    """Check that report.py will compare an arm of settings `own` with the first arm.
+    """Check that report.py will compare an arm with the first one.
 
-    Raises ConfigError that names a setting besides the norms in which they differ.
+    Args:
+        own: its settings but for its norms.
+        first: settings of the first arm.
+
+    Raises ConfigError that names a setting in which they differ.
     """
-    of_norms = {field.name for field in dataclasses.fields(NormConfig)}
     own = json.loads(json.dumps(own))  # a tuple as a list, as in `first`
-    for key in sorted(own.keys() - of_norms):
+    for key in sorted(own):
         is_rate = key in RATES
         if own[key] != first[key] and not (is_rate and own["study"]):
             declared = "declare them with --study=NAME, or " if is_rate else ""

@@ -25,8 +25,10 @@ from configurator import parse_args
 from evidence import archive
 from evidence.runs import find_runs
 from evidence.sweep import check, power
+from norm_plan import NormConfig
 from train import TrainConfig
 
+NORM_KEYS = set(NormConfig.__dataclass_fields__)
 ARMS = "rms 'coupled --coupled_span=2'"
 WORDS = (*TINY, "--checkpoint_interval=10")
 
@@ -222,8 +224,8 @@ def test_what_a_sweep_will_show_needs_no_sd(capsys):
     assert power_of_t(smallest, 1.0, 16, 0.05 / 4) == pytest.approx(0.8, abs=0.01)
     assert power_of_tost(0.0, 0.01, largest, 16, 0.05 / 4) == pytest.approx(0.8, abs=0.01)
     assert power(1, 4, 0.01) == power(8, 0, 0.01) == ""
-    words = ["nowhere", "1 2", "::", "rms", "::", "layer", "--planned_seeds=16"]
-    check(lambda given: parse_args(TrainConfig, [*given])[0], words)
+    words = ["nowhere", "1 2", "--planned_seeds=16", "::", "rms", "--norm_type=rms", "::", "layer"]
+    check(lambda given: parse_args(TrainConfig, [*given])[0], NORM_KEYS, words)
     assert capsys.readouterr().out == power(16, 1, 0.0) + "\n"
 
 
@@ -234,9 +236,8 @@ def test_other_settings_are_not_done_already(train_ok, data, tmp_path):
 
     def check_with(*more: str) -> None:
         arm = ["::", "rms", "--norm_type=rms"]
-        check(
-            lambda given: parse_args(TrainConfig, given)[0], [tmp_path, "2 1", *words, *more, *arm]
-        )
+        given = [tmp_path, "2 1", *words, *more, *arm]
+        check(lambda keys: parse_args(TrainConfig, keys)[0], NORM_KEYS, given)
 
     check_with(f"--data_dir={data}/../data")
     with pytest.raises(ConfigError, match=r"rms-1.*learning_rate=0\.02"):
