@@ -128,7 +128,7 @@ def test_a_killed_sweep_ends_with_the_same_table(train_ok, data, tmp_path):
     archive.write(keep, one_left)  # the other is done, so kept again
     plan, *rest, last = finish(start(data, broken, KEEP=str(keep)))
     assert last == f"4 of 4 runs done; next: python report.py {keep} --baseline=rms"
-    assert plan.startswith("power: 2 seeds, ")
+    assert plan.startswith("power: 2 seeds ")
     assert [line.split(":")[0] for line in rest] == [
         "[1/4] rms-1",
         "[2/4] coupled+coupled_span=2-1",
