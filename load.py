@@ -153,6 +153,8 @@ def init_from(model: GPT, spec: str) -> str:
     keys = ("n_layer", "n_embd", *SAME_FUNCTION)
     if all(set(gpt.plan.outputs) != {"I"} for gpt in (source, model)):
         keys += ("output_eps",)
+    if model.config.position == "learned" and model.config.block_size > source.config.block_size:
+        keys += ("block_size",)
     check_same_model(asdict(source.config), model.config, Path(spec), keys)
     _check_taper_base(source, model, spec)
     _check_attention_norms(source, model, spec)

@@ -289,9 +289,11 @@ def header_text(arms: Arms) -> str:
     commits = distinct(str(run.start["git"])[:7] + str(run.start["git"])[40:] for run in runs)
     sizes = distinct(f"{run.start['n_params']:,}" for run in runs)
     tokens = distinct(f"{int(run.curve[-1, 0]):,}" for run in runs)
+    studies = distinct(run.config.get("study", "") for run in runs)
     return (
         f"{len(runs)} runs, {len(arms)} arms. Device: {devices}; torch {torch}; commit {commits}; "
         f"{sizes} parameters; {tokens} training tokens a run."
+        + (f" Study: {studies}." if studies else "")
     )
 
 

@@ -30,7 +30,8 @@ def of_train(name: str, value: Any, settings: dict[str, Any]) -> dict[str, Any] 
         case "decay_lr", False:
             return {"lr_schedule": "constant", "warmup_iters": 0}
         case "lr_decay_iters", _ if value != settings["max_iters"]:
-            raise ConfigError(f"the schedule ends at max_iters={settings['max_iters']}: give that")
+            end = settings["max_iters"]
+            raise ConfigError(f"the schedule ends at max_iters={end}: add --lr_decay_iters={end}")
         case "eval_only", True:
             raise ConfigError("use max_iters=1, which evaluates before its only step")
         case "wandb_log", bool():
@@ -43,7 +44,8 @@ def of_train(name: str, value: Any, settings: dict[str, Any]) -> dict[str, Any] 
             last = Path(settings["out_dir"], "ckpt_last.pt")
             if last.with_name("ckpt.pt").exists() and not last.exists():
                 raise ConfigError(
-                    f"the run in {last.parent} is nanoGPT's: start from it, by its name"
+                    f"nanoGPT's run in {last.parent} is only a start: add "
+                    f"--init_from={last.parent} and another --out_dir"
                 )
             return {"init_from": "", "resume": str(last)}
         case (("lr_decay_iters" | "decay_lr" | "eval_only"), _):

@@ -196,7 +196,12 @@ class Comparison:
             # A new set: who adds seeds until a verdict appears gets false ones. And at least one
             # more, for the seeds that are there have not decided.
             needed = max(self.needed, len(self.seeds) + 1)
-            parts.append(f"a difference like this one takes a new set of {needed} seeds")
+            what = (
+                "this difference, or that it is within the margin,"
+                if self.delta
+                else "this difference"
+            )
+            parts.append(f"to show {what} takes a new set of {needed} seeds")
         if self.delta:
             parts.append(f"the {self.delta_kind} margin is {self.show(self.delta, sign=False)}")
         if self.text is not None:

@@ -1,6 +1,7 @@
 """Draw loss curves of runs, and sizes of the residual stream."""
 
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 
@@ -26,7 +27,8 @@ def plot_loss(runs: list[Run], target: Path) -> Path:
         tokens, losses = run.curve.T  # (n,) each
         end = "diverged" if run.diverged else f"{losses[-1]:.3f}"
         look = style(index)
-        axis.plot(tokens / 1e6, losses, label=f"{name}: {end}", linewidth=LINE, **look)
+        label = fill(f"{name}: {end}", 100)
+        axis.plot(tokens / 1e6, losses, label=label, linewidth=LINE, **look)
         millions = [step["step"] * run.start["tokens_per_step"] / 1e6 for step in run.steps]
         train = [step["loss"] for step in run.steps]
         axis.plot(millions, train, color=look["color"], alpha=0.25, linewidth=1)
@@ -35,7 +37,8 @@ def plot_loss(runs: list[Run], target: Path) -> Path:
     x_label = "training tokens (millions)"
     axis.set(xlabel=x_label, ylabel="val loss (nats per token)", title=title)
     if len(runs) <= 16:  # more names leave no room for the curves
-        axis.legend(frameon=False, fontsize=9, title="run: last value")
+        place = "outside lower left"  # below: a name may be long
+        figure.legend(loc=place, frameon=False, fontsize=8, title="run: last value")
     axis.grid(alpha=0.3)
     return save(figure, target)
 
