@@ -37,6 +37,7 @@ def check(parse: Callable[[list[str]], Any], of_norms: set[str], argv: list[str]
     out, seeds, *words = argv
     marks = [place for place, word in enumerate(words) if word == "::"] + [len(words)]
     arms: dict[str, str] = {}  # settings -> name
+    first: dict[str, Any] = {}  # settings of the first arm
     for start, end in itertools.pairwise(marks):
         name, *keys = words[start + 1 : end]
         config = parse(words[: marks[0]] + keys)
@@ -46,8 +47,9 @@ def check(parse: Callable[[list[str]], Any], of_norms: set[str], argv: list[str]
             twice = arms.get(settings, name)
             raise ConfigError(f"ARMS: {name} is {twice}, an arm that is named twice: name it once")
         arms[settings] = name
-        rest = {key: own[key] for key in own.keys() - of_norms}
-        check_comparable(name, rest, json.loads(next(iter(arms))))
+        own = json.loads(settings)  # a tuple as a list, in all arms
+        first = first or own
+        check_comparable(name, own, first, own.keys() - of_norms)
         for seed in seeds.split():
             wanted = dataclasses.asdict(config) | {"seed": int(seed)}
             check_settings(Path(out) / f"{name}-{seed}", wanted)
@@ -56,17 +58,16 @@ def check(parse: Callable[[list[str]], Any], of_norms: set[str], argv: list[str]
         print(line)
 
 
-def check_comparable(name: str, own: dict[str, Any], first: dict[str, Any]) -> None:
+def check_comparable(name: str, own: dict[str, Any], first: dict[str, Any], keys: set[str]) -> None:
     """Check that report.py will compare an arm with the first one.
 
     Args:
-        own: its settings but for its norms.
-        first: settings of the first arm.
+        own, first: settings of both.
+        keys: those that are not about norms.
 
     Raises ConfigError that names a setting in which they differ.
     """
-    own = json.loads(json.dumps(own))  # a tuple as a list, as in `first`
-    for key in sorted(own):
+    for key in sorted(keys):
         is_rate = key in RATES
         if own[key] != first[key] and not (is_rate and own["study"]):
             declared = "declare them with --study=NAME, or " if is_rate else ""

@@ -1,7 +1,7 @@
 """Import what fold needs from the other packages of the project.
 
-In a clone these are top-level packages. In an installed wheel they are parts of nanonorm. Only this
-file has to tell the two apart.
+In a clone these are top-level packages. In an installed wheel they are parts of nanonorm. This file
+tells the two apart, and so do fold/hub.py and hf/hub.py, which not every use of fold needs.
 """
 
 if __package__ == "fold":  # a clone
