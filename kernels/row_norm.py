@@ -415,7 +415,10 @@ def backward(
     dy, dh, x, a = (rows.as_rows(tensor) for tensor in (dy, dh, x, a))
     ds, w, b, w_out, w_tilde, inv = rows.adjacent(ds, w, b, w_out, w_tilde, inv)
     gate_c = None if gate_c is None else gate_c.float().contiguous()
-    work = rows.split(x, channels, rows.BACKWARD, rows.NARROW if is_shared else rows.WHOLE)
+    each = rows.BACKWARD
+    if da is not None and channels > rows.WHOLE // 2:
+        each *= 4  # 8 warps: with 16 some registers of two norms spill, and instructions are more
+    work = rows.split(x, channels, each, rows.NARROW if is_shared else rows.WHOLE)
     dot = None
     total = None
     if work.column_tiles > 1 and not is_shared:

@@ -31,7 +31,7 @@ CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 AuthType=auth/munge
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=5,socket={folder}/munge.socket
 SlurmUser=root
 SlurmdUser=root
 SlurmctldPort=16827
@@ -66,25 +66,26 @@ def slurm(tmp_path_factory) -> Iterator[Path]:
     host = socket.gethostname().split(".")[0]
     conf.write_text(CONF.format(folder=folder, host=host, cpus=os.cpu_count()))
     os.environ["SLURM_CONF"] = str(conf)
-    start_munge()
+    start_munge(folder)
     for name in ("slurmctld", "slurmd"):
         subprocess.run([name], check=True)
     wait_for(lambda: said("sinfo", "-h", "-o", "%T") == "idle")
     yield folder
     said("scancel", "--user=root")  # of a test that has failed
     wait_for(lambda: not said("squeue", "-h"))
-    for name in ("slurmd", "slurmctld"):
+    for name in ("slurmd", "slurmctld", "munge"):
         os.kill(int((folder / f"{name}.pid").read_text()), 15)
     del os.environ["SLURM_CONF"]
 
 
-def start_munge() -> None:
-    if subprocess.run(["munge", "-n"], capture_output=True).returncode:
-        if not Path("/etc/munge/munge.key").exists():
-            subprocess.run(["mungekey", "-c"], check=True)
-        Path("/run/munge").mkdir(exist_ok=True)
-        shutil.chown("/run/munge", "munge")
-        subprocess.run(["su", "munge", "-s", "/bin/bash", "-c", "/usr/sbin/munged"], check=True)
+def start_munge(folder: Path) -> None:
+    """Start a munged of this test: one of the machine may run for others, or have died as root."""
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
+    # --force: the folder of the test is not open to other users of the machine
+    munged = ["munged", "--force", f"--socket={folder}/munge.socket", *files]
+    subprocess.run(munged, check=True)
 
 
 def said(*command: str, **env: str) -> str:
