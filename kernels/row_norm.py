@@ -273,6 +273,8 @@ def backward_kernel(
             fixed = u
             if DWT is not None:
                 dwt += u * v
+            if WT is not None:
+                fixed = fixed * load_vector(WT, col, C)
         if MEAN is not None:
             v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
         if not SHARED or DW is not None:
@@ -304,8 +306,6 @@ def backward_kernel(
             u = u - through
         dx = u * inv[:, None]
         if GATE_C is not None:
-            if WT is not None:
-                fixed = fixed * load_vector(WT, col, C)
             dx = gate * dx + rest * fixed
         if DH is not None:  # h goes on as the residual stream as well
             dx += load(DH, row, first + col, dh_stride, mask)
@@ -364,7 +364,7 @@ def forward(
     channels = x.shape[-1] // groups
     x = rows.as_rows(x)
     a = rows.as_rows(a)
-    work = rows.split(x, channels, rows.FORWARD, rows.WHOLE if given is None else rows.NARROW)
+    work = rows.split(x, channels, rows.FORWARD)
     rows.launch(
         forward_kernel,
         (work.row_tiles, groups),
@@ -416,7 +416,7 @@ def backward(
     ds, w, b, w_out, w_tilde, inv = rows.adjacent(ds, w, b, w_out, w_tilde, inv)
     gate_c = None if gate_c is None else gate_c.float().contiguous()
     each = rows.BACKWARD
-    if da is not None and channels > rows.WHOLE // 2:
+    if (da is not None or gate_c is not None) and channels > rows.WHOLE // 2:
         each *= 4  # 8 warps: with 16 some registers of two norms spill, and instructions are more
     work = rows.split(x, channels, each, rows.NARROW if is_shared else rows.WHOLE)
     dot = None

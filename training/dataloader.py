@@ -6,10 +6,13 @@ block `order[s % n]` of epoch `s // n`. So a run that resumes at step N needs no
 N, evaluation cannot disturb the order, and the number of ranks does not change it.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +26,9 @@ from data.shards import find_shards, open_shard
 
 # Tokens. Splits up to this size are checked whole at the start, which takes about 0.1 s.
 SCAN_LIMIT = 1 << 28
+AHEAD = 2  # batches that are read while another one is computed
+Item = TypeVar("Item")
+Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,12 +97,13 @@ class Blocks:
         """Name the tokens, so that runs on different data can be told apart."""
         return fingerprint(self.paths[0].name, self.shards)
 
-    def batch(self, indices: list[int], rows: int = 0) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: list[int], rows: int = 0, pin: bool = False) -> Batch:
         """Read inputs and next-token targets of these blocks.
 
         Args:
             indices: block numbers.
             rows: smallest number of rows. A compiled model then sees one shape only.
+            pin: for an asynchronous copy to a GPU.
 
         Returns:
             x, y: int64 (max(rows, len(indices)), T) each, T = block_size. Rows beyond the indices
@@ -107,7 +114,20 @@ class Blocks:
         y = blocks[:, 1:].contiguous()  # (B, T)
         missing = max(0, rows - len(indices))
         padding = (0, 0, 0, missing)
-        return F.pad(x, padding), F.pad(y, padding, value=-1)
+        x, y = F.pad(x, padding), F.pad(y, padding, value=-1)
+        return (x.pin_memory(), y.pin_memory()) if pin else (x, y)
+
+
+def read_ahead(read: Callable[[Item], Batch], items: Iterable[Item]) -> Iterator[Batch]:
+    """Yield read(item) of each item. A background thread reads AHEAD of them in advance."""
+    waiting = deque()
+    with ThreadPoolExecutor(max_workers=1) as reader:
+        for item in items:
+            waiting.append(reader.submit(read, item))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 # Two, because a micro-batch may lie across the end of an epoch.
@@ -144,10 +164,8 @@ class TrainLoader:
 
     def batches(
         self, first_step: int, rank: int, world_size: int, pin: bool, at_once: int = 1
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's batches from `first_step` on, for ever.
-
-        A background thread reads two of them ahead.
+    ) -> Iterator[Batch]:
+        """Yield this rank's batches from `first_step` on, for ever, read ahead.
 
         Args:
             first_step: from 1.
@@ -160,23 +178,15 @@ class TrainLoader:
         """
         passes = self.micro_batches // world_size // at_once
 
-        def load(position: int) -> tuple[Tensor, Tensor]:
+        def read(position: int) -> Batch:
             step, number = divmod(position, passes)
             ids = []
             for micro in range(number * at_once, (number + 1) * at_once):
                 # Ranks take turns, so any number of them does the same micro-batches in a step.
                 ids += self.sample_ids(first_step + step, micro * world_size + rank)
-            x, y = self.blocks.batch(ids)
-            if pin:
-                return x.pin_memory(), y.pin_memory()
-            return x, y
+            return self.blocks.batch(ids, pin=pin)
 
-        with ThreadPoolExecutor(max_workers=1) as reader:
-            ahead = [reader.submit(load, position) for position in range(2)]
-            # without end
-            for position in range(2, 1 << 62):
-                yield ahead.pop(0).result()
-                ahead.append(reader.submit(load, position))
+        return read_ahead(read, itertools.count())
 
 
 def eval_batches(blocks: Blocks, batch_size: int, eval_tokens: int) -> list[list[int]]:

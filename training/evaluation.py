@@ -21,7 +21,7 @@ from configurator import key
 from data.tokenizers import decode, load_tokenizer, token_bytes
 from model import GPT
 from taper import tapers
-from training.dataloader import Blocks, bytes_per_token, eval_batches
+from training.dataloader import Blocks, bytes_per_token, eval_batches, read_ahead
 from training.log import RunLog
 from training.run import write_text
 from training.stability import Stability, largest_attention_logit
@@ -106,12 +106,17 @@ class Evaluator:
         # MPS has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         losses = torch.zeros(len(self.batches), dtype=dtype, device=device)
+        turns = list(self.ranks.deal(range(len(self.batches))))
+
+        def read(turn: tuple[int, bool]) -> tuple[Tensor, Tensor]:
+            return self.blocks.batch(self.batches[turn[0]], rows, pin=device.type == "cuda")
+
         with evaluating(model):
-            for number, counts in self.ranks.deal(range(len(self.batches))):
-                x, y = self.blocks.batch(self.batches[number], rows=rows)  # (B, T) each
+            for (number, counts), (x, y) in zip(turns, read_ahead(read, turns), strict=True):
+                x, y = (tokens.to(device, non_blocking=True) for tokens in (x, y))  # (B, T) each
                 with self.autocast():
                     # counts is False, so 0, for a batch that only keeps the ranks together.
-                    losses[number] = model(x.to(device), y.to(device))[0] * counts
+                    losses[number] = model(x, y)[0] * counts
         losses = self.ranks.sum(losses).cpu().double()
         # The last batch may have fewer blocks.
         weights = torch.tensor([len(batch) for batch in self.batches], dtype=torch.float64)

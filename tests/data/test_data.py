@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import threading
 from itertools import islice
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from data.shards import (
 )
 from data.stdlib import prepare as stdlib
 from data.tokenizers import END_OF_TEXT, CharTokenizer, byte_tokenizer, load_tokenizer
-from training.dataloader import Blocks, TrainLoader, epoch_order, eval_batches
+from training.dataloader import Blocks, TrainLoader, epoch_order, eval_batches, read_ahead
 
 FUZZ = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -295,6 +296,21 @@ def test_ranks_share_the_same_global_batches(blocks, world_size):
     ]
     assert steps(1, 12) == expected
     assert steps(9, 4) == expected[8:]  # to start at step 9 is to have run there
+
+
+def test_a_batch_is_read_while_another_one_is_computed():
+    next_one = threading.Event()
+
+    def read(item: int) -> int:
+        if item == 1:
+            next_one.set()
+        return item
+
+    found = []
+    for item in read_ahead(read, range(5)):
+        assert next_one.wait(60)
+        found.append(item)
+    assert found == [0, 1, 2, 3, 4]
 
 
 def test_eval_batches_are_the_first_tokens_in_order(blocks):
