@@ -1,5 +1,6 @@
 """nanoGPT's keys, and what they are called here. Its checkpoints: training/nanogpt.py."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,16 @@ def of_train(name: str, value: Any, settings: dict[str, Any]) -> dict[str, Any] 
                     f"nanoGPT's run in {last.parent} is only a start: add "
                     f"--init_from={last.parent} and another --out_dir"
                 )
-            return {"init_from": "", "resume": str(last)}
+            return {"init_from": start_of(last.parent), "resume": str(last)}
         case (("lr_decay_iters" | "decay_lr" | "eval_only"), _):
             return {}
     return {} if name in NOT_NEEDED else None
+
+
+def start_of(run: Path) -> str:
+    """Return the `init_from` with which a run has started; empty where there is none."""
+    file = run / "config.json"
+    return json.loads(file.read_text())["init_from"] if file.exists() else ""
 
 
 def of_sample(name: str, value: Any) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, draw, val_losses
+from helpers import TINY, draw, records, val_losses
 from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError, DataError
@@ -192,7 +192,9 @@ def test_training_starts_from_a_checkpoint_of_its_shape(launch, train_ok, tmp_pa
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[1:])
     assert val_losses(tmp_path / "run")[0] == pytest.approx(float(loss), abs=1e-5)
     (theirs / "ckpt.pt").rename(tmp_path / "ckpt.pt")
-    train_ok(*words, "--block_size=8", "--max_iters=4", "--init_from=" + str(theirs))
+    train_ok(*words, "--block_size=8", "--max_iters=4", "--init_from=resume")
+    (resumed,) = [event for event in records(tmp_path / "run") if event["event"] == "resume"]
+    assert "init_from" not in str(resumed.get("changed"))
     for model in (f"--out_dir={tmp_path / 'run'}", f"{tmp_path / 'ckpt.pt'}"):
         job = launch(model, "--start=TO BE", "--max_new_tokens=9", program="sample")
         assert job.wait() == [0] and "TO BE" in job.text(), job.text()
