@@ -150,6 +150,12 @@ python -m bench.train config/rms.py --arms="rms; coupled; coupled coupled_impl=f
 python bench_decode.py random:llama3.2-1b --gpt_fast=../gpt-fast
 python bench_decode.py random:qwen3-1.7b --arms=A,C,D --batch=8,16,32,64,128 --tuning=off \
   --library_from=1 --peers=false --out=results/h100/library_from/1
+ARMS="'rms --learning_rate=6e-4' 'rms --learning_rate=1.2e-3' \
+  'peri --learning_rate=6e-4' 'peri --learning_rate=1.2e-3'" \
+  SEEDS=1 OUT=out/rates NPROC=8 ./sweep.sh config/rms.py --max_iters=2000 --study=rates
+ARMS="'rms --learning_rate=6e-4' 'peri --learning_rate=1.2e-3'" \
+  SEEDS="2 3 4 5" OUT=out/verdict NPROC=8 ./sweep.sh config/rms.py --study=verdict
+python report.py out/verdict --baseline="rms --learning_rate=6e-4"
 repro/fig2.sh
 repro/fig4.sh
 repro/table1.sh full
