@@ -185,6 +185,7 @@ repro/cbwc_table3.sh
 repro/cbwc_training.sh
 repro/mygpt.sh
 repro/posthoc.sh FOLDER
+repro/init_std.sh
 repro/rivals.sh W
 repro/span.sh
 repro/table1.sh cpu
