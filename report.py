@@ -268,9 +268,10 @@ def names_text(arms: Arms) -> str:
     """Return the table of names; "" if no arm has another one than its words."""
     firsts = {short_name(arm): next(iter(runs.values())) for arm, runs in arms.items()}
     words = {name: run.words for name, run in firsts.items()}
-    if len({run.config["learning_rate"] for run in firsts.values()}) > 1:  # of a declared study
-        for name, run in firsts.items():
-            words[name] += f" --learning_rate={run.config['learning_rate']:g}"
+    for key in ("learning_rate", "warmup_iters"):
+        if len({run.config[key] for run in firsts.values()}) > 1:  # of a declared study
+            for name, run in firsts.items():
+                words[name] += f" --{key}={run.config[key]:g}"
     table = [(f"`{name}`", f"`{arm}`") for name, arm in words.items() if name != arm]
     return markdown(["short name", "arm"], table) if table else ""
 

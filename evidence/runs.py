@@ -63,8 +63,8 @@ NAMES = {
     "hellaswag_items",
     "full_val",
 }
-# The arms of a declared study may have rates of their own, chosen beforehand.
-RATES = {"learning_rate", "min_lr"}
+# The arms of a declared study may have rates of their own, chosen beforehand, and no warm-up.
+RATES = {"learning_rate", "min_lr", "warmup_iters"}
 # Packages of which a run may be resumed with another version and still be compared.
 HARMLESS_VERSIONS = {"python", "numpy"}
 # What a program did that does not have the key: not yet, or no more.

@@ -335,13 +335,15 @@ def test_an_old_default_of_another_norm_type_makes_no_arm(tmp_path):
 
 
 def test_arms_of_a_declared_study_may_have_rates_of_their_own(tmp_path):
-    for norm_type, rate in (("rms", 6e-4), ("layer", 1e-3)):
+    for norm_type, rate, warmup in (("rms", 6e-4, 5), ("layer", 1e-3, 0)):
         for seed in (8, 9):
-            write_run(tmp_path, norm_type, seed, study="rates", learning_rate=rate)
+            keys = {"learning_rate": rate, "warmup_iters": warmup}
+            write_run(tmp_path, norm_type, seed, study="rates", **keys)
     pairs, left_out = pair_by_seed(by_arm(find_runs([tmp_path])), "rms")
     assert len(pairs["layer"]) == 2 and not left_out
     report.main([str(tmp_path), "--baseline=rms", "--pictures=False"])
-    assert "layer --learning_rate=0.001" in (tmp_path / "report.md").read_text()
+    told = (tmp_path / "report.md").read_text()
+    assert "layer --learning_rate=0.001 --warmup_iters=0" in told
 
 
 def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path, capsys):
