@@ -268,10 +268,10 @@ def names_text(arms: Arms) -> str:
     """Return the table of names; "" if no arm has another one than its words."""
     firsts = {short_name(arm): next(iter(runs.values())) for arm, runs in arms.items()}
     words = {name: run.words for name, run in firsts.items()}
-    for key in ("learning_rate", "warmup_iters"):
-        if len({run.config[key] for run in firsts.values()}) > 1:  # of a declared study
+    for setting in ("learning_rate", "warmup_iters"):
+        if len({run.config[setting] for run in firsts.values()}) > 1:  # of a declared study
             for name, run in firsts.items():
-                words[name] += f" --{key}={run.config[key]:g}"
+                words[name] += f" --{setting}={run.config[setting]:g}"
     table = [(f"`{name}`", f"`{arm}`") for name, arm in words.items() if name != arm]
     return markdown(["short name", "arm"], table) if table else ""
 
