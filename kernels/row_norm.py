@@ -113,6 +113,9 @@ def forward_kernel(
         inv = inverse_root(square, eps, COUNTED)
     if GIVEN is not None:
         inv = tl.load(GIVEN + row, mask=valid, other=0.0)
+    if GATE_C is not None:
+        gate = tl.load(GATE_C)
+        rest = (1.0 - gate) * tl.load(GATE_C + 1)
     for start in range(0, C, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         mask = valid[:, None] & (col < C)[None, :]
@@ -129,10 +132,9 @@ def forward_kernel(
             if B is not None:
                 y = y + load_vector(B + first, col, C)
             if GATE_C is not None:
-                gate = tl.load(GATE_C)
                 if WT is not None:
                     h = h * load_vector(WT, col, C)
-                y = gate * y + (1.0 - gate) * tl.load(GATE_C + 1) * h
+                y = gate * y + rest * h
             store(Y, row, first + col, C * GROUPS, y, mask)
     if MEAN is not None:
         tl.store(MEAN + row, mean, mask=valid)
@@ -240,8 +242,8 @@ def backward_kernel(
     group = tl.program_id(1)
     first = group * C  # the first channel of this group
     col = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    # A gain stays in registers, but where another map of the row leaves too few of them.
-    stays: tl.constexpr = DA is None and GATE_C is None
+    # A gain stays in registers, but where another map of the row, or its length, leaves too few.
+    stays: tl.constexpr = DA is None and GATE_C is None and COLUMNS <= 4096
     if W is not None and stays:
         w = load_vector(W + first, col, C)
     if GATE_C is not None:
