@@ -37,15 +37,19 @@ sweep() {
 }
 
 mkdir -p "$results"
+[ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py
+status=0  # of a run that diverged: the others go on
 [ $# != 0 ] || set -- 256 384
 for width in "$@"; do
   case $width in
     256) for value in ${VALUES:-0.0456 0.0285 0.073}; do
-      sweep 256 $value "0.0011 0.0022 0.0044" --n_layer=4 --n_head=8
+      sweep 256 $value "0.0011 0.0022 0.0044" --n_layer=4 --n_head=8 || status=$?
     done ;;
     384) for value in ${VALUES:-0.0336 0.021 0.0538}; do
-      sweep 384 $value "0.0005 0.001 0.002" --n_layer=6 --n_head=6 --block_size=256 --batch_size=8
+      sweep 384 $value "0.0005 0.001 0.002" --n_layer=6 --n_head=6 --block_size=256 --batch_size=8 \
+        || status=$?
     done ;;
     *) echo "error: $width: a width is 256 or 384" >&2; exit 2 ;;
   esac
 done
+exit $status

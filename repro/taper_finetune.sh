@@ -10,7 +10,7 @@
 #                                  first: seven minutes of a CPU core a seed
 #   repro/taper_finetune.sh cbwc --data_dir=DIR [--dropout=0.1]
 #                                  the same models, fine-tuned on another text of bytes: as LayerNorm,
-#                                  as cbwc (the same function by RMSNorms), and as plain RMSNorm
+#                                  as cbwc (without dropout the same), and as plain RMSNorm
 #                                  ("Enjoy Your Layer Normalization", section 5.4)
 #
 # Further arguments go to train.py, of cpu and cbwc to the runs that fine-tune; BASE is for those that

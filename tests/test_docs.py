@@ -155,7 +155,7 @@ ARMS="'rms --learning_rate=6e-4' 'rms --learning_rate=1.2e-3' \
   SEEDS=1 OUT=out/rates NPROC=8 ./sweep.sh config/rms.py --max_iters=2000 --study=rates
 ARMS="'rms --learning_rate=6e-4' 'peri --learning_rate=1.2e-3'" \
   SEEDS="2 3 4 5" OUT=out/verdict NPROC=8 ./sweep.sh config/rms.py --study=verdict
-python report.py out/verdict --baseline="rms --learning_rate=6e-4"
+python report.py out/verdict --baseline=rms
 repro/fig2.sh
 repro/fig4.sh
 repro/table1.sh full
