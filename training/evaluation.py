@@ -21,7 +21,7 @@ from configurator import key
 from data.tokenizers import decode, load_tokenizer, token_bytes
 from model import GPT
 from taper import tapers
-from training.dataloader import Blocks, bytes_per_token, eval_batches, read_ahead
+from training.dataloader import Batch, Blocks, bytes_per_token, eval_batches, read_ahead
 from training.log import RunLog
 from training.run import write_text
 from training.stability import Stability, largest_attention_logit
@@ -108,7 +108,7 @@ class Evaluator:
         losses = torch.zeros(len(self.batches), dtype=dtype, device=device)
         turns = list(self.ranks.deal(range(len(self.batches))))
 
-        def read(turn: tuple[int, bool]) -> tuple[Tensor, Tensor]:
+        def read(turn: tuple[int, bool]) -> Batch:
             return self.blocks.batch(self.batches[turn[0]], rows, pin=device.type == "cuda")
 
         with evaluating(model):
