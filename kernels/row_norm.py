@@ -120,7 +120,7 @@ def forward_kernel(
         col = start + tl.arange(0, COLUMNS)
         mask = valid[:, None] & (col < C)[None, :]
         h = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
-        if H is not None:
+        if H is not None and GIVEN is None:
             store(H, row, first + col, C * GROUPS, h, mask)
         if Y is not None:
             v = h
@@ -136,6 +136,8 @@ def forward_kernel(
                     h = h * load_vector(WT, col, C)
                 y = gate * y + rest * h
             store(Y, row, first + col, C * GROUPS, y, mask)
+        if H is not None and GIVEN is not None:  # before Y some registers spill (1,600, sm_100)
+            store(H, row, first + col, C * GROUPS, h, mask)
     if MEAN is not None:
         tl.store(MEAN + row, mean, mask=valid)
     if INV is not None:  # (rows, GROUPS); 64 bits as in rows.offsets
@@ -366,7 +368,7 @@ def forward(
     channels = x.shape[-1] // groups
     x = rows.as_rows(x)
     a = rows.as_rows(a)
-    work = rows.split(x, channels, rows.FORWARD)
+    work = rows.split(x, channels, rows.FORWARD, rows.WHOLE if given is None else rows.NARROW)
     rows.launch(
         forward_kernel,
         (work.row_tiles, groups),

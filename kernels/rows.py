@@ -21,8 +21,8 @@ from torch.library import CustomOpDef
 # this width a kernel before it takes the sums over a row, so x and dy are read twice: 5 passes over
 # (rows, C) instead of 3.
 WHOLE = 8192
-# Most columns of a tile of an activation, and in backward of a shared place, which reduce nothing:
-# wider ones gain nothing. A shared place's forward takes whole rows, since narrow tiles spilled.
+# Most columns of a tile of an activation and of a shared place, which reduce nothing: wider ones
+# gain nothing.
 NARROW = 1024
 THREADS = 128  # of a program; more where a row is long
 # Elements of a tile for each thread: one or two 128-bit loads of bfloat16. Backward kernels hold
