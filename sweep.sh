@@ -277,7 +277,9 @@ finish() {
   done
   read_arm "${arms[0]}"
   local base=${keys[-1]#--arm=}
-  [ "$base" != "${keys[-1]}" ] || base=${arms[0]}
+  # report.py names an arm without rates of its own.
+  [ "$base" != "${keys[-1]}" ] ||
+    base=$(printf '%s\n' "${keys[@]}" | grep -vE '^--(learning_rate|min_lr|warmup_iters)=' | paste -sd' ')
   [ "$over" = "$total" ] && printf '%s of %s runs done; next: python report.py %q --baseline=%q\n' \
     "$over" "$total" "${KEEP:-$OUT}" "$base" || echo "$over of $total runs done"
   [ "$1" != 130 ] || echo "stopped; run it again to go on"
