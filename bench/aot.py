@@ -11,9 +11,10 @@ loads are of fewer bits than 128 (a row's statistics are); instructions that shu
 (SHFL), wait for other warps (BAR), move spilled registers (spill), compute in float64 (FP64). Loads
 that go to shared memory ahead of use (LDGSTS) are not among the load bits.
 
-Users of a GPU get the triton that their torch names, which need not be the one here. Its tables:
+Users of a GPU get the triton that their torch brings, which need not be the one here (3.7.1 for a
+CUDA build of torch 2.13, 3.6.0 for 2.11). Its tables:
 
-    pip install --target=DIR --no-deps triton==$(python -m bench.aot --named)
+    pip install --target=DIR --no-deps triton==3.7.1
     PYTHONPATH=DIR python -m bench.aot
 
 In decoding, C is the number of inputs of a product, of a head's channels, or of a row. From sm_90
@@ -22,7 +23,6 @@ waits. The last line of output is JSON. Exit code 1 if a kernel spills or comput
 """
 
 import bisect
-import importlib.metadata
 import itertools
 import json
 import re
@@ -30,16 +30,16 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import CompiledKernel
 
 from common.errors import ConfigError, UserError, run_program
 from common.output import markdown
@@ -56,12 +56,6 @@ from kernels.reference import GATED, KINDS, Inputs
 from norm_types import SHARED
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int64: "*i64",
-}
 ROWS = 65536
 # with bfloat16 that Triton compiles for; another one aborts in LLVM
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
@@ -81,8 +75,6 @@ EARLY = ("vector_kernel", "attend_kernel")  # of decoding: these begin to load b
 # compile-time arguments that tell launches of decoding apart
 NAMED_FACTS = ("N", "KIND", "OWN", "HEADS", "WINDOW", "PARTS", "Q_NORM")
 GIVEN = ("INV", "BIAS", "V_GAIN")  # tensors that do so too: a launch has them or not
-# The triton of a CUDA build of torch; the metadata of a CPU build names none.
-NAMED = {"2.11": "3.6.0", "2.13": "3.7.1"}
 
 
 @dataclass(frozen=True)
@@ -97,25 +89,13 @@ class AotConfig:
     )
     batch: tuple[int, ...] = key((), "kernels of decoding: sequences decoded at once", least=1)
     shapes: tuple[str, ...] = key(tuple(SHAPES), "of decoding: shapes, separated by commas")
-    named: bool = key(False, "only print the version of triton that torch names")
 
     def __post_init__(self) -> None:
         if not self.sm or not {*self.sm} <= {*ARCHITECTURES}:
             raise ConfigError(
                 f"sm: give some of {', '.join(map(str, ARCHITECTURES))}, separated by commas"
             )
-        if not {*self.shapes} <= {*SHAPES}:
-            raise ConfigError(f"shapes: give some of {', '.join(SHAPES)}, separated by commas")
         check_ranges(self)
-
-
-def named_triton() -> str:
-    """Return the version of triton that this torch's metadata names, or its CUDA build's."""
-    wanted = re.search(
-        r"^triton==([\d.]+)", "\n".join(importlib.metadata.requires("torch")), re.MULTILINE
-    )
-    minor = ".".join(torch.__version__.split(".")[:2])
-    return wanted[1] if wanted else NAMED.get(minor, "not known")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -220,50 +200,16 @@ def launches(call: Callable) -> list[Launch]:
     return made
 
 
-@dataclass(frozen=True)
-class Binary:
-    """A kernel compiled for a GPU."""
-
-    cubin: bytes  # an ELF file
-    shared: int  # bytes of shared memory of a program
-
-
-def argument_type(value: object) -> str:
-    """Return the name of an argument's type in Triton's signatures."""
-    if isinstance(value, torch.Tensor):
-        return TYPES[value.dtype]
-    if isinstance(value, int):
-        return "i32" if value < 2**31 else "i64"
-    return "fp32"
-
-
-def compile_launch(launch: Launch, sm: int) -> Binary:
-    """Compile a launch, specialised to its arguments as Triton does on a GPU."""
-    kernel, arguments, keywords = launch
-    signature = {}
-    constants = {}
-    attributes = {}
-    given = dict(zip(kernel.arg_names, arguments))
-    # the other keywords are options of the launch
-    given |= {name: value for name, value in keywords.items() if name in kernel.arg_names}
-    for place, name in enumerate(kernel.arg_names):
-        value = given[name]
-        is_int = isinstance(value, int)
-        if value is None or name in keywords or (is_int and value == 1):
-            signature[name] = "constexpr"
-            constants[(place,)] = value
-            continue
-        signature[name] = argument_type(value)
-        if isinstance(value, torch.Tensor) or (is_int and value % 16 == 0):
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {
-        name: keywords[name]
-        for name in ("num_warps", "num_stages", "launch_pdl")
-        if name in keywords
-    }
-    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    return Binary(compiled.asm["cubin"], compiled.metadata.shared)
+def compiled(launch: Launch, sm: int) -> CompiledKernel:
+    """Compile a launch for a GPU of capability sm / 10, specialised to its arguments."""
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", sm, 32),
+        get_current_device=lambda: sm,  # Triton keeps what it compiled by device
+        get_current_stream=lambda device: 0,
+    )
+    active = property(lambda _: driver)
+    with mock.patch.object(type(triton.runtime.driver), "active", active):
+        return launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.keywords)
 
 
 def instructions(cubin: bytes) -> bytes:
@@ -318,7 +264,7 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
+def measure(kernel: CompiledKernel, assembly: str) -> dict[str, int | None]:
     """Measure one kernel: the table's columns, and `early`.
 
     `early` counts the loads and stores, copies to shared memory included, that it begins before it
@@ -335,11 +281,11 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
         found = re.findall(rf"\b{instruction}\.E(?:[.\w]*?\.(64|128)\b)?", assembly)
         return [int(bits or 32) for bits in found] or [0]
 
-    registers, stack = registers_and_stack(binary.cubin)
+    registers, stack = registers_and_stack(kernel.asm["cubin"])
     return {
         "registers": registers,
         "stack": stack,
-        "shared": binary.shared,
+        "shared": kernel.metadata.shared,
         "load bits": max(widths("LDG")),
         "store bits": max(widths("STG")),
         "narrow loads": sum(bits < 128 for bits in widths("LDG")),
@@ -352,13 +298,13 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
 
 
 def training(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
-    """Yield (what a row says, launch) of the kernels of training, all architectures."""
-    for sm, channels in itertools.product(config.sm, config.channels):
+    """Yield (what a row says, launch) of the kernels of training."""
+    for channels in config.channels:
         for name, variant, call in operators(channels, channels == config.channels[0]):
             for launch in launches(call):
                 is_backward = launch.kernel.__name__ in ("backward_kernel", "dots_kernel")
                 suffix = "_backward" if is_backward else ""
-                yield {"operator": f"{name}{suffix}{variant}", "C": channels, "sm": sm}, launch
+                yield {"operator": f"{name}{suffix}{variant}", "C": channels}, launch
 
 
 def steps(name: str, batch: int) -> list[Launch]:
@@ -387,54 +333,48 @@ def steps(name: str, batch: int) -> list[Launch]:
     return list(found.values())
 
 
-def decoding(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
+def decoding(config: AotConfig, sm: int) -> Iterator[tuple[dict, Launch]]:
     """Yield (what a row says, launch) of the kernels of decoding, overlapping where the GPU can.
 
     Those that begin to load before they wait, which may cost registers, are there without it too.
     """
-    for sm, name, batch in itertools.product(config.sm, config.shapes, config.batch):
-        for overlaps in (False, True) if sm >= 90 else (False,):
-            with overlapping() if overlaps else nullcontext():
-                made = steps(name, batch)
-            for launch in made:
-                kernel, words = launch.kernel.__name__, launch.keywords
-                if overlaps or sm < 90 or kernel in EARLY:
-                    size = next(words[key] for key in ("K", "D", "PARTS", "F", "C") if key in words)
-                    facts = [f"{key}={words[key]}" for key in NAMED_FACTS if words.get(key)]
-                    given = dict(zip(launch.kernel.arg_names, launch.arguments))
-                    facts += [name for name in GIVEN if given.get(name) is not None]
-                    row = {
-                        "operator": f"{name}, batch {batch}, {' '.join(facts)}",
-                        "C": size,
-                        "sm": sm,
-                        "PDL": words.get("PDL"),
-                        # attention that makes its query, key and value
-                        "joint": kernel == "attend_kernel" and launch.arguments[0] is None,
-                    }
-                    yield row | first_tile(kernel, words), launch
-
-
-def first_tile(kernel: str, keywords: dict[str, Any]) -> dict[str, int]:
-    """{"tile": how often a thread of `vector_kernel` loads for the weights of a first tile}."""
-    if kernel != "vector_kernel":
-        return {}
-    weights = keywords["OUT"] * keywords["IN"] * (2 if keywords["KIND"] in GATED else 1)
-    # weights of 16 bits, in loads of 128 by every thread of the warps
-    return {"tile": weights * 16 // (32 * keywords["num_warps"] * 128)}
+    can_overlap = sm >= 90
+    for name, batch in itertools.product(config.shapes, config.batch):
+        made = steps(name, batch)
+        if can_overlap:
+            made = [launch for launch in made if launch.kernel.__name__ in EARLY]
+            with overlapping():
+                made += steps(name, batch)
+        for launch in made:
+            kernel, arguments, words = launch
+            facts = [f"{key}={words[key]}" for key in NAMED_FACTS if words.get(key)]
+            given = dict(zip(kernel.arg_names, arguments))
+            facts += [name for name in GIVEN if given.get(name) is not None]
+            row = {
+                "operator": f"{name}, batch {batch}, {' '.join(facts)}",
+                "C": next(words[key] for key in ("K", "D", "PARTS", "F", "C") if key in words),
+                "PDL": words.get("PDL"),
+                # attention that makes its query, key and value
+                "joint": kernel.__name__ == "attend_kernel" and arguments[0] is None,
+            }
+            if kernel.__name__ == "vector_kernel":
+                # How often a thread loads for the weights of a first tile: of 16 bits, in loads of
+                # 128 by every thread of the warps
+                weights = words["OUT"] * words["IN"] * (2 if words["KIND"] in GATED else 1)
+                row["tile"] = weights * 16 // (32 * words["num_warps"] * 128)
+            yield row, launch
 
 
 def measured(config: AotConfig) -> list[dict]:
     """Compile everything that the config asks for, and measure it: a record a kernel."""
-    compiled = []
-    for row, launch in decoding(config) if config.batch else training(config):
-        row["kernel"] = launch.kernel.__name__
-        compiled.append((row, compile_launch(launch, row["sm"])))
     records = []
     for sm in config.sm:
-        of_sm = [(row, binary) for row, binary in compiled if row["sm"] == sm]
-        assemblies = disassemble([binary.cubin for _, binary in of_sm], sm)
-        for (row, binary), text in zip(of_sm, assemblies, strict=True):
-            records.append(row | measure(binary, text))
+        made = list(decoding(config, sm) if config.batch else training(config))
+        kernels = [compiled(launch, sm) for _, launch in made]
+        assemblies = disassemble([kernel.asm["cubin"] for kernel in kernels], sm)
+        for (row, launch), kernel, text in zip(made, kernels, assemblies, strict=True):
+            row |= {"sm": sm, "kernel": launch.kernel.__name__}
+            records.append(row | measure(kernel, text))
     return records
 
 
@@ -445,21 +385,15 @@ def main(argv: list[str]) -> int:
         The exit status.
     """
     config, _ = parse_args(AotConfig, argv, __doc__)
-    if config.named:
-        print(named_triton())
-        return 0
-    if binding.INTERPRETED:
-        raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     records = measured(config)
     head = ("operator", "kernel", "C", "sm", *COLUMNS)
     print(markdown(head, ([record[name] for name in head] for record in records)))
-    compiler = f"triton {triton.__version__}; torch {torch.__version__} names {named_triton()}"
     spills = [record for record in records if record["stack"] or record["spill"]]
     doubles = [record for record in records if record["FP64"]]
     for record in spills + doubles:
         fault = "float64 arithmetic" if record in doubles else "spill"
         print(f"{fault}: {record}")
-    summary = {"compiler": compiler, "spills": len(spills), "float64": len(doubles)}
+    summary = {"triton": triton.__version__, "spills": len(spills), "float64": len(doubles)}
     print(json.dumps(summary | {"kernels": records}))
     return 1 if spills or doubles else 0
 

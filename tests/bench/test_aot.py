@@ -36,9 +36,6 @@ def test_no_spills_wide_loads_no_shuffles_where_nothing_is_reduced():
     found = {
         (record["operator"], record["kernel"], record["C"]): record for record in told["kernels"]
     }
-    assert {C for _, _, C in found} == set(CHANNELS)
-    assert {record["sm"] for record in found.values()} == {SM}
-    assert "names 3." in told["compiler"]
     assert {"rms_norm_backward, float32", "rms_norm, bias"} <= {name for name, _, _ in found}
     for (operator, kernel, C), record in found.items():
         assert record["stack"] == record["spill"] == record["FP64"] == 0, record
@@ -74,24 +71,10 @@ def test_kernels_of_a_decoding_step_do_not_spill():
         assert any(kernel == name and {"INV", "V_GAIN"} <= given for name, given in facts)
     # of logits, which lack the statistic that a final norm shares
     assert any(name == "activation_kernel" and "KIND=swiglu" not in given for name, given in facts)
-    assert {record["C"] for record in told["kernels"]} >= {1024, 2048, 3072, 128}
-    assert min(record["C"] for record in told["kernels"]) > 1
     for record in told["kernels"]:
         # of attention that makes heads: 64 keys and values of 128 channels by 8 warps; the position
         wanted = 9 if record["joint"] else record.get("tile", 0)
         assert record["early"] == (wanted if record["PDL"] else None), record
-
-
-def test_the_triton_that_torch_names(monkeypatch):
-    """By its metadata; a CPU build names none, and gets the one of the CUDA build."""
-    found = {"2.11.0+cpu": "3.6.0", "2.13.0": "3.7.1", "2.99.0": "not known"}
-    monkeypatch.setattr(aot.importlib.metadata, "requires", lambda name: ["filelock"])
-    for version, triton in found.items():
-        monkeypatch.setattr(aot.torch, "__version__", version)
-        assert aot.named_triton() == triton
-    wanted = ["jinja2", "triton==3.9.1; platform_system == 'Linux'"]
-    monkeypatch.setattr(aot.importlib.metadata, "requires", lambda name: wanted)
-    assert aot.named_triton() == "3.9.1"
 
 
 def test_a_spill_and_float64_arithmetic_are_reported_and_exit_1(tmp_path):
@@ -132,7 +115,7 @@ run_program(aot.main)
 """
 
 
-@pytest.mark.parametrize("word", ["--sm=91", "--sm=", "--channels=0", "--batch=0", "--shapes=x"])
+@pytest.mark.parametrize("word", ["--sm=91", "--sm=", "--channels=0", "--batch=0"])
 def test_wrong_settings_are_refused(word):
     with pytest.raises(ConfigError, match=word[2:4]):
         aot.main([word])
