@@ -13,7 +13,7 @@ def copy_kernel(SOURCE, TARGET, n, BLOCK: tl.constexpr):
     tl.store(TARGET + at, tl.load(SOURCE + at, at < n), at < n)
 
 
-def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy `source` into `target`, both (n,) of uint8."""
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` into `target`, both (n,) of uint8; as torch.Tensor.copy_."""
     n = source.numel()
     copy_kernel[(triton.cdiv(n, BLOCK),)](source, target, n, BLOCK=BLOCK, num_warps=8)

@@ -137,24 +137,6 @@ OPERATORS = {
     ),
 }
 
-# Our own functions one after the other, where one operator does it all: what the fusion is worth.
-
-
-def unfused_add_normed(mode: str) -> Function:
-    return lambda x, a, w: kernels.add_residual(x, kernels.rms_norm(a, w, EPS, mode=mode)[0])
-
-
-def unfused_norm_add_norm(mode: str) -> Function:
-    def run(x: Tensor, a: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        d, _ = kernels.rms_norm(a, w, EPS, mode=mode)
-        return kernels.add_rms_norm(x, d, u, EPS, mode=mode)[:2]
-
-    return run
-
-
-UNFUSED = "unfused"
-IN_PARTS = {"add_normed": unfused_add_normed, "norm_add_norm": unfused_norm_add_norm}
-
 # The activations without their scale, by PyTorch's own functions: no rivals, they compute less.
 UNSCALED = "torch, unscaled"
 UNSCALED_ACTIVATIONS = {
@@ -239,8 +221,6 @@ def arms_of(name: str, device: torch.device) -> tuple[dict[str, Function], list[
     missing = []
     arms = {"triton": operator.ours("triton")} if on_gpu else {}
     arms |= {"reference": operator.ours("torch"), "torch": operator.plain}
-    if name in IN_PARTS:
-        arms[UNFUSED] = IN_PARTS[name]("triton" if on_gpu else "torch")
     if name in UNSCALED_ACTIVATIONS:
         arms[UNSCALED] = UNSCALED_ACTIVATIONS[name]
     if on_gpu:

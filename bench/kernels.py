@@ -8,7 +8,7 @@ Share of copy bandwidth: the time of a plain copy that moves the fewest bytes th
 over the arm's own; 100 % is as fast as memory allows. On a GPU the copy is the faster one of
 cudaMemcpy and a Triton kernel. All arms and the copies take turns in a new random order each round,
 and every figure is the median of the rounds' ratios (common/stats.py). Gains are float32, as in
-training. `unfused` are our own kernels one after the other, where one operator does it all.
+training.
 
 On a GPU, every call has its own inputs and outputs, more than the L2 cache holds, so that it finds
 a cold cache. Calls are captured in CUDA graphs, so that no time of the host counts. Where a tensor
@@ -29,7 +29,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -43,7 +43,6 @@ from tqdm import tqdm
 
 from bench.kernel_arms import (
     OPERATORS,
-    PEERS,
     UNSCALED,
     Function,
     arms_of,
@@ -62,6 +61,7 @@ MAX_SETS = 16
 LARGEST = 1 << 29  # bytes of one tensor (rows, C): with more of them rivals run out of memory
 MAX_ERROR = 0.03  # relative L2 error beyond which an arm computes something else
 PHASES = ("forward", "backward")
+COPY = "copy: "  # begins the names of copies among what is timed
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ class Case:
         they cost the arms.
 
         Args:
-            copy: called with source and target.
+            copy: called with target and source.
         """
         half = self.bytes[PHASES.index(phase)] // 2
         for source, target in self.copies:
-            copy(source[:half], target[:half])
+            copy(target[:half], source[:half])
 
     def error(self, arm: Function) -> float:
         """Return the largest relative L2 error of an output or gradient of the first set.
@@ -170,49 +170,6 @@ def sets_of(fewest: int) -> int:
 def _several(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return an operator's output or outputs as a tuple."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
-
-
-# ------------------------------------------------------------------------------------------- memory
-
-
-def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of these tensors, each counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def kept_bytes(case: Case, arm: Function) -> int:
-    """Return the bytes that forward leaves for backward: outputs and saved tensors of one set."""
-    inputs = {value.untyped_storage().data_ptr() for value in case.sets[0]}
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = _several(arm(*case.sets[0]))
-    kept = [*outputs, *saved]
-    return nbytes(tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in inputs)
-
-
-def peak_bytes(case: Case, count: int) -> int:
-    """Return the bytes that a GPU would need at most for a case with `count` sets.
-
-    All sets have inputs, gradients of outputs, and two buffers to copy. Forward's graphs share
-    their memory, so that one arm's counts; backward's share theirs too, but forward's outputs and
-    saved tensors of all arms are there, for their graphs read them. Arms that need a GPU count as
-    the reference does (compiled), or as outputs and one more tensor that is as large.
-
-    Args:
-        case: on a CPU, with one set.
-    """
-    arms, _ = arms_of(case.name, torch.device("cpu"))
-    kept = [kept_bytes(case, arm) for arm in arms.values()]
-    kept += [kept[0], *[2 * nbytes(case.gradients[0])] * (1 + len(PEERS))]
-    gradients = sum(value.nbytes for value in case.sets[0] if value.requires_grad)
-    shared = nbytes([*case.sets[0], *case.gradients[0], *case.copies])
-    return count * (shared + max(max(kept), sum(kept) + gradients))
 
 
 # --------------------------------------------------------------------------------------- measuring
@@ -244,25 +201,21 @@ def measure(
     torch._dynamo.reset()
     case = Case(name, rows, channels, DTYPES[config.dtype], device)
     arms, missing = arms_of(name, device)
-    ours = next(iter(arms))
     for arm in [arm for arm in arms if arm != UNSCALED]:
         with others_may_fail(arm, arms, missing):
             error = case.error(arms[arm])
-            if error > MAX_ERROR and arm == ours:
-                raise UserError(
-                    f"{name} at C = {channels}: our own {arm} is wrong (error {error:.2g}): "
-                    "correct it first"
-                )
             if error > MAX_ERROR:
-                raise ValueError(f"wrong, relative error {error:.2g}")
+                raise UserError(
+                    f"{arm} of {name} at C = {channels} is wrong, relative error {error:.2g}"
+                )
     return [record(config, case, phase, arms, missing) for phase in PHASES]
 
 
 def calls_of(
     case: Case, phase: str, arms: dict[str, Function], missing: list[str]
-) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]]]:
-    """Return what is timed for a phase, by name: arms, and copies."""
-    copies = {"cudaMemcpy": lambda source, target: target.copy_(source)}
+) -> dict[str, Callable[[], Any]]:
+    """Return what is timed for a phase, by name: arms, and copies (COPY)."""
+    copies = {"cudaMemcpy": Tensor.copy_}
     on_gpu = case.device.type == "cuda"
     pool = None
     if on_gpu:
@@ -281,24 +234,24 @@ def calls_of(
             call = prepared(functools.partial(case.work, arms[arm], phase))
             call()
             calls[arm] = call
-    moves = {}
     for name, copy in copies.items():
-        work = functools.partial(case.copy, phase, copy)
-        moves[f"copy: {name}"] = prepared(lambda work=work: work)
-    return calls, moves
+        move = functools.partial(case.copy, phase, copy)
+        calls[COPY + name] = prepared(lambda move=move: move)
+    return calls
 
 
 def record(
     config: KernelBenchConfig, case: Case, phase: str, arms: dict[str, Function], missing: list[str]
 ) -> dict[str, Any]:
     """Measure one operator, size and phase: shares of copy bandwidth, and arms' times over ours."""
-    calls, moves = calls_of(case, phase, arms, missing)
-    times = time_arms(calls | moves, config.rounds, case.device, cycles=QUEUEING)
+    calls = calls_of(case, phase, arms, missing)
+    times = time_arms(calls, config.rounds, case.device, cycles=QUEUEING)
     middle = {name: median(values) / len(case.sets) for name, values in times.items()}
     fewest = case.bytes[PHASES.index(phase)]
+    moves = [name for name in calls if name.startswith(COPY)]
     ours = next(iter(arms))
     copy = min(moves, key=middle.get)
-    shares = {arm: median_ratio(times[copy], times[arm]) for arm in calls}
+    shares = {arm: median_ratio(times[copy], times[arm]) for arm in arms}
     return {
         "operator": case.name,
         "phase": phase,
@@ -308,12 +261,12 @@ def record(
         "fewest_bytes": fewest,
         "copy": copy,
         "copy_bytes_per_s": {name: fewest / middle[name] for name in moves},
-        "seconds": {arm: middle[arm] for arm in calls},
+        "seconds": {arm: middle[arm] for arm in arms},
         "ours": ours,
         "share": {arm: share["median"] for arm, share in shares.items()},
         "share_interval": {arm: [share["low"], share["high"]] for arm, share in shares.items()},
         "time_over_ours": {
-            arm: median_ratio(times[arm], times[ours]) for arm in calls if arm != ours
+            arm: median_ratio(times[arm], times[ours]) for arm in arms if arm != ours
         },
         "missing": list(missing),
     }
@@ -322,14 +275,12 @@ def record(
 def host_times(name: str, rounds: int) -> dict[str, Any]:
     """Return the host's microseconds for both passes of our operator, and the ratio to PyTorch's.
 
-    Raises UserError where launches cannot be left out.
+    Without TRITON_INTERPRET: in the interpreter launches cannot be left out.
     """
     import triton
 
     from kernels import binding
 
-    if binding.INTERPRETED:
-        raise UserError("TRITON_INTERPRET is set, so launches cannot be left out: unset it")
     torch.set_num_threads(1)
     case = Case(name, 8, 768, torch.float32, torch.device("cpu"))
     ours = OPERATORS[name].ours("triton")
@@ -377,7 +328,7 @@ def report(config: KernelBenchConfig, records: list[dict[str, Any]]) -> str:
     speeds = []
     for name in row["copy_bytes_per_s"]:
         speed = median(row["copy_bytes_per_s"][name] for row in records) / 1e9
-        speeds.append(f"{name.removeprefix('copy: ')} {speed:,.0f} GB/s")
+        speeds.append(f"{name.removeprefix(COPY)} {speed:,.0f} GB/s")
     on_gpu = row["ours"] == "triton"
     where = (
         "CUDA graphs, cold L2 cache" if on_gpu else "no Triton kernels here: `reference` is ours"
@@ -409,11 +360,6 @@ def main(argv: list[str]) -> None:
             print(json.dumps(host_times(name, config.rounds)), flush=True)
         return
     device = find_device(config.device)
-    if device.type == "cpu":
-        print(
-            "no GPU: PyTorch references of the kernels against PyTorch's own functions, "
-            "cache not flushed"
-        )
     torch.manual_seed(0)
     place = timing_environment(device)
     place["versions"] |= installed(

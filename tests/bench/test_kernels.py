@@ -4,14 +4,10 @@ write. Nothing here asserts a time.
     python -m pytest tests/bench/test_kernels.py
 """
 
-import contextlib
-import gc
 import json
 import os
 import subprocess
 import sys
-import types
-import weakref
 
 import pytest
 import torch
@@ -19,11 +15,10 @@ from helpers import ROOT
 
 from bench import kernel_arms, kernels
 from bench.copy_kernel import copy
-from bench.kernel_arms import IN_PARTS, OPERATORS, UNFUSED, UNSCALED, arms_of
+from bench.kernel_arms import OPERATORS, UNSCALED, arms_of
 from bench.kernels import Case, KernelBenchConfig
 from common.errors import ConfigError, UserError
 from decode import timing
-from kernels import binding
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = ["--rows=8,6", "--channels=16", "--rounds=6", "--dtype=float32", "--device=cpu"]
@@ -45,9 +40,7 @@ def test_a_run_on_a_cpu_writes_table_and_records(tmp_path, capsys):
     for row in records:
         arms = {"reference", "torch"}
         arms |= {UNSCALED} if row["operator"].startswith("scaled_") else set()
-        arms |= {UNFUSED} if row["operator"] in IN_PARTS else set()
         assert set(row["share"]) == set(row["seconds"]) == arms and row["ours"] == "reference"
-        assert min(row["share"].values()) > 0 and row["copy_bytes_per_s"][row["copy"]] > 0
         assert set(row["time_over_ours"]) == arms - {"reference"} and row["missing"] == []
         assert row["versions"]["torch"] == torch.__version__ and row["torch_runs_quack"] is False
     readme = (folder / "README.md").read_text()
@@ -76,11 +69,36 @@ def test_fewest_bytes_and_the_plain_formula(name, forward, backward):
     assert Case(name, 8, 16, torch.bfloat16, CPU).bytes == [forward, backward]
     for dtype in (torch.float16, torch.float32):
         case = Case(name, 32, 48, dtype, CPU)
-        for arm in (
-            OPERATORS[name].ours("torch"),
-            IN_PARTS.get(name, OPERATORS[name].ours)("torch"),
-        ):
-            assert case.error(arm) <= 4 * torch.finfo(dtype).eps
+        assert case.error(OPERATORS[name].ours("torch")) <= 4 * torch.finfo(dtype).eps
+
+
+def nbytes(tensors):
+    """Bytes of the storages of these tensors, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def kept_bytes(case, arm):
+    """What forward leaves for backward: outputs and saved tensors of one set."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        (outputs,) = case.forward(arm)
+    return nbytes([*outputs, *saved, *case.sets[0]]) - nbytes(case.sets[0])
+
+
+def peak_bytes(case, count):
+    """The most that a GPU would need for a case with `count` sets.
+
+    All sets have inputs, gradients of outputs, and two buffers to copy. Forward's graphs share
+    their memory, so that one arm's counts; backward's share theirs too, but forward's outputs and
+    saved tensors of all arms are there, for their graphs read them. Arms that need a GPU count as
+    the reference does (compiled), or as outputs and one more tensor that is as large.
+    """
+    kept = [kept_bytes(case, arm) for arm in arms_of(case.name, CPU)[0].values()]
+    kept += [kept[0], *[2 * nbytes(case.gradients[0])] * (1 + len(kernel_arms.PEERS))]
+    gradients = sum(value.nbytes for value in case.sets[0] if value.requires_grad)
+    shared = nbytes([*case.sets[0], *case.gradients[0], *case.copies])
+    return count * (shared + max(max(kept), sum(kept) + gradients))
 
 
 @pytest.mark.parametrize("rows", KernelBenchConfig.rows)
@@ -90,35 +108,20 @@ def test_every_default_case_fits_on_80_gb(rows, channels):
         case = Case(name, 64, channels, torch.bfloat16, CPU)
         scale = min(rows, kernels.LARGEST // (2 * channels)) / 64
         count = kernels.sets_of(int(min(case.bytes) * scale))
-        assert kernels.peak_bytes(case, count) * scale < 0.85 * 80e9, name
-    # the model sees what would not fit: all rows at the widest, as it was
-    case = Case("norm_add_norm", 64, 8192, torch.bfloat16, CPU)
-    assert kernels.peak_bytes(case, 2) * 1024 > 117e9
+        assert peak_bytes(case, count) * scale < 0.85 * 80e9, name
     largest = Case("rms_norm", 65536, 1 << 20, torch.bfloat16, torch.device("meta"))
     assert largest.rows == 256
-
-
-def test_what_forward_leaves_is_counted_once():
-    """An output that is saved as well is one tensor; inputs do not count."""
-    case = Case("rms_norm", 64, 48, torch.float32, CPU)
-    stream = 64 * 48 * 4
-    assert kernels.kept_bytes(case, lambda x, w: x.exp()) == stream
-    assert kernels.kept_bytes(case, lambda x, w: (x * w.sum()).sin()) == pytest.approx(
-        2 * stream, abs=8
-    )
 
 
 def test_a_copy_moves_as_many_bytes_as_the_operator_must():
     case = Case("add_rms_norm", 8, 16, torch.bfloat16, CPU)
     case.bytes = [1024, 600]  # forward moves more
-    case.copies = [torch.arange(2 * 512).remainder(255).to(torch.uint8).view(2, 512).clone()]
-    for phase, half in (("backward", 300), ("forward", 512)):
+    for function in (copy, torch.Tensor.copy_):
+        case.copies = [torch.arange(2 * 512).remainder(255).to(torch.uint8).view(2, 512).clone()]
         ((source, target),) = case.copies
-        assert not torch.equal(source[:half], target[:half])
-        case.copy(phase, copy if half == 300 else lambda source, target: target.copy_(source))
-        assert torch.equal(source[:half], target[:half])
-        assert half == 512 or not torch.equal(source[half:], target[half:])
-        target += 1
+        case.copy("backward", function)
+        assert torch.equal(source[:300], target[:300])
+        assert (source[300:] != target[300:]).all()
 
 
 def test_figures_are_medians_of_the_rounds_ratios(monkeypatch):
@@ -153,9 +156,6 @@ def test_the_host_is_timed_without_launches():
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout)
     assert told["ours, us"] > 0 and told["over torch"]["median"] > 0
-    if binding.INTERPRETED:
-        with pytest.raises(UserError, match="TRITON_INTERPRET"):
-            kernels.main(["--host=True"])
 
 
 def test_what_is_wrong_or_fails_is_not_timed(monkeypatch):
@@ -170,27 +170,18 @@ def test_what_is_wrong_or_fails_is_not_timed(monkeypatch):
     def poisoned(x, w):
         return plain(x, w) * torch.nan
 
-    calls = []
-
-    def once(x, w):
-        calls.append(x)
-        if len(calls) > 1:  # right, but cannot be captured in a graph
-            raise RuntimeError("stream is capturing")
-        return plain(x, w)
-
     arms = {"reference": OPERATORS["rms_norm"].ours("torch"), "torch": plain}
-    arms |= {"Liger": without_gain, "quack": broken, "flash-attn": poisoned, "compiled": once}
+    arms |= {"Liger": without_gain, "quack": broken, "flash-attn": poisoned}
     monkeypatch.setattr(kernels, "arms_of", lambda *_: (dict(arms), []))
     config = KernelBenchConfig(rounds=6, dtype="float32")
     for row in kernels.measure(config, "rms_norm", 8, 16, CPU):
         assert set(row["share"]) == {"reference", "torch"}
-        wrong, failed, nan, late = row["missing"]
-        assert wrong.startswith("Liger: ValueError: wrong, relative error")
+        wrong, failed, nan = row["missing"]
+        assert wrong.startswith("Liger: ") and "wrong, relative error" in wrong
         assert failed == "quack: RuntimeError: no kernel image"
-        assert nan == "flash-attn: ValueError: wrong, relative error inf"
-        assert late == "compiled: RuntimeError: stream is capturing"
+        assert nan.startswith("flash-attn: ") and "relative error inf" in nan
     arms["reference"] = without_gain
-    with pytest.raises(UserError, match="rms_norm at C = 16: our own reference is wrong"):
+    with pytest.raises(UserError, match="reference of rms_norm at C = 16 is wrong"):
         kernels.measure(config, "rms_norm", 8, 16, CPU)
 
 
@@ -201,103 +192,6 @@ def test_other_libraries_take_part_where_they_are_installed(monkeypatch):
     assert list(arms) == ["triton", "reference", "torch", "compiled"]
     assert [reason.split(":")[0] for reason in missing] == list(kernel_arms.PEERS)
     assert arms_of("taper_norm", CUDA)[1] == []  # they have no such operator
-    quack = types.SimpleNamespace(rmsnorm=lambda x, w, **keys: (x, w, keys))
-    monkeypatch.setitem(sys.modules, "quack", quack)
-    added = arms_of("add_rms_norm", CUDA)[0]["quack"]("x", "a", "w")
-    assert added == ("x", "w", {"residual": "a", "eps": 1e-5, "prenorm": True})
-    assert "quack" not in arms_of("add_rms_norm", CPU)[0]  # they need a GPU
-
-
-def test_whether_torchs_norm_is_quacks_is_recorded(monkeypatch):
-    operations = {"cutedsl": ["_fused_rms_norm", "_fused_rms_norm_backward"]}
-    registry = types.SimpleNamespace(get_dsl_operations=operations.get)
-    monkeypatch.setitem(sys.modules, "torch._native.registry", registry)
-    assert kernel_arms.torch_runs_quack()
-    operations["cutedsl"] = ["topk"]
-    assert not kernel_arms.torch_runs_quack()
-    monkeypatch.setitem(sys.modules, "torch._native.registry", None)  # an older torch
-    assert not kernel_arms.torch_runs_quack()
-
-
-class FakeGraph:
-    """A CUDA graph that a CPU can play: runs what was captured, once at capture and at every
-    replay.
-    """
-
-    replays = 0
-
-    def replay(self):
-        FakeGraph.replays += 1
-
-
-class FakeEvent:
-    is_busy = False
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    @classmethod
-    def keep_busy(cls, cycles):
-        cls.is_busy = True
-
-    def record(self):
-        assert self.is_busy, "the GPU would wait for the host between the events"
-        self.at = FakeGraph.replays
-
-    def synchronize(self):
-        FakeEvent.is_busy = False
-
-    def elapsed_time(self, end):
-        return 1000.0 * (end.at - self.at)
-
-
-def test_the_gpus_path_up_to_the_gpu(monkeypatch):
-    """Streams, graphs and events replaced: every phase is captured after a warm-up, in the pool of
-    its phase, replayed and timed once a call. A graph keeps what it reads and nothing else.
-    """
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
-    pools = []
-
-    @contextlib.contextmanager
-    def capture(graph, pool, stream):
-        pools.append(pool)
-        yield
-
-    for name, value in {
-        "Stream": lambda: stream,
-        "stream": contextlib.nullcontext,
-        "CUDAGraph": FakeGraph,
-        "current_stream": lambda: stream,
-        "synchronize": lambda device=None: None,
-        "Event": FakeEvent,
-        "graph": capture,
-        "graph_pool_handle": object,
-        "empty_cache": lambda: None,
-        "_sleep": FakeEvent.keep_busy,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    case, calls, made = Case("add_rms_norm", 8, 16, torch.float32, CPU), [], []
-    case.device = CUDA
-
-    def arm(x, a, w):
-        calls.append(x)
-        outputs = OPERATORS["add_rms_norm"].plain(x, a, w)
-        made.extend(weakref.ref(output) for output in outputs)
-        return outputs
-
-    forward, moves = kernels.calls_of(case, "forward", {"arm": arm}, [])
-    assert len(calls) == 3 and set(moves) == {"copy: cudaMemcpy", "copy: triton"}
-    gc.collect()
-    assert all(output() is None for output in made)
-    backward, _ = kernels.calls_of(case, "backward", {"arm": arm}, [])
-    assert len(calls) == 4  # once, outside the graph
-    gc.collect()
-    # a replay reads what this forward saved
-    assert all(output() is not None for output in made[-2:])
-    assert len(pools) == 6 and len({*pools[:3]}) == len({*pools[3:]}) == 1 and len({*pools}) == 2
-    calls = {"forward": forward["arm"], "backward": backward["arm"]}
-    times = timing.time_arms(calls, 3, CUDA, steps=2, cycles=9)
-    assert times == {"forward": [1.0] * 3, "backward": [1.0] * 3}
 
 
 @pytest.mark.parametrize(
