@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import train, train_arms, train_profile
 from bench.train import AGAIN, TrainBenchConfig, all_arms, make_batches
-from bench.train_arms import build_step, parse_arm, parse_arms, settle
+from bench.train_arms import build_step, parse_arms, settle
 from common import environment as environment_module
-from common.environment import Precision, timing_environment
 from common.errors import ConfigError
 from common.stats import paired_ratio
 from configurator import parse_args
@@ -125,29 +124,18 @@ def test_arms_differ_in_what_they_say_alone():
         (["--arms=rsm"], "'rsm': unknown norm_type"),
         (["--arms=coupled coupled_spam=2"], "'coupled_spam'"),
         (["--arms=coupled coupled_span=two"], "coupled_span must be int"),
-        (["--arms=rms coupled_span=2"], "'rms coupled_span=2': coupled_span is a key of"),
-        (["--arms=rms, coupled"], "'rms, coupled': .* semicolon"),
         (["--arms=rms n_embd=64"], "n_embd"),
-        (["--arms=layer; rms; layer"], "twice"),
         (["--arms=coupled norm_plan=Rs"], "norm_plan 'Rs'"),
-        (["--arms=taper-no-mlp-gamma"], "left out of layer, rms, coupled, cbwc"),
-        (["--arms= ; "], "name one or more"),
         (["--arms=nanogpt"], "needs --nanogpt=FOLDER"),
         (["--arms=nanogpt norm_eps=0.1"], "'nanogpt norm_eps=0.1': norm_eps"),
         (["--arms=nanogpt", "--activation=swiglu"], "activation=swiglu"),
         (["--arms=nanogpt", "--optimizer=muon"], "optimizer=muon"),
-        (["--nanogpt=nowhere"], "nanogpt=nowhere"),
         (["--rounds=1"], "rounds=1"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(words, named):
     with pytest.raises(ConfigError, match=named):
         all_arms(config_of(*words))
-
-
-def test_nanogpt_comes_with_its_folder(upstream):
-    config = config_of("--arms=layer", "--controls=False", f"--nanogpt={upstream}")
-    assert [arm.name for arm in all_arms(config)] == ["layer", "nanogpt", "layer" + AGAIN]
 
 
 def test_no_mlp_gamma_takes_just_those_gains_away(models):
@@ -160,11 +148,6 @@ def test_no_mlp_gamma_takes_just_those_gains_away(models):
         names[0] - names[1] == {"blocks.0.norm2.norm.weight", "blocks.1.norm2.norm.weight"}
         and names[1] < names[0]
     )
-    # an input norm behind an output norm
-    arm = parse_arm("rms-no-mlp-gamma norm_plan=RRRRR|RRRR", config)
-    build_step(arm, make_batches(config, CPU), CPU, "")
-    place = models[-1].blocks[0].norm2
-    assert place.norm.weight is None and place.output.weight is not None
 
 
 # -------------------------------------------------------------------------------------------- steps
@@ -263,55 +246,26 @@ def test_in_ddp_of_one_rank_a_step_is_the_same(name, upstream, monkeypatch):
 
 def test_a_run_writes_table_and_records(tmp_path, capsys, upstream):
     folder = tmp_path / "new" / "train"
-    words = [
-        *TINY,
-        *EAGER,
-        "--arms=coupled; layer; nanogpt",
-        f"--nanogpt={upstream}",
-        f"--out={folder}",
-    ]
-    train.main(words)
-    output = capsys.readouterr().out
-    assert "number of parameters" not in output
-    records = {
-        row["arm"]: row
-        for row in map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
-    }
-    names = ["coupled", "layer", "nanogpt", "rms", "rms-no-mlp-gamma", "coupled" + AGAIN]
-    assert list(records) == [row["arm"] for row in json.loads(output.splitlines()[-1])] == names
+    words = ["--arms=coupled; layer", f"--nanogpt={upstream}", f"--out={folder}"]
+    train.main([*TINY, *EAGER, *words])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    records = {row["arm"]: row for row in map(json.loads, lines)}
+    names = ["coupled", "layer", "rms", "rms-no-mlp-gamma", "nanogpt", "coupled" + AGAIN]
+    assert list(records) == [row["arm"] for row in told] == names
     for name, row in records.items():
-        assert len(row["seconds"]) == 3 and min(row["seconds"]) > 0
-        assert row["tokens_per_s"] == pytest.approx(2 * 4 * 16 / sorted(row["seconds"])[1])
+        own = row["seconds"]
+        assert len(own) == 3 and min(own) > 0
+        assert row["tokens_per_s"] == pytest.approx(2 * 4 * 16 / sorted(own)[1])
         assert set(row["speed_over"]) == {"coupled", "rms", "nanogpt"} - {name}
         for base, ratio in row["speed_over"].items():
-            assert ratio == dataclasses.asdict(
-                paired_ratio(records[base]["seconds"], row["seconds"])
-            )
-        assert row["mfu"] is row["peak_memory"] is None
-        assert (
-            "git" in row
-            and row["threads"] == torch.get_num_threads()
-            and row["config"]["n_embd"] == 32
-        )
-        assert row["versions"]["torch"] == torch.__version__ and row["dtype"] == "float32"
+            assert ratio == dataclasses.asdict(paired_ratio(records[base]["seconds"], own))
+        assert row["dtype"] == "float32" and row["config"]["n_embd"] == 32 and "git" in row
     # The same weights and batches: arms that compute the same have the same loss
     assert records["coupled"]["first_loss"] == records["coupled" + AGAIN]["first_loss"]
     assert records["layer"]["first_loss"] == pytest.approx(math.log(64), rel=0.05)
     readme = (folder / "README.md").read_text()
     assert readme.count("\n| ") == 2 + len(names) and "3 rounds," in readme and "MFU" not in readme
-
-
-def test_auto_is_bfloat16_on_cuda_and_float32_elsewhere():
-    precisions = {
-        kind: Precision("auto", types.SimpleNamespace(type=kind)) for kind in ("cpu", "mps")
-    }
-    assert all(found.dtype == torch.float32 and not found.is_low for found in precisions.values())
-    for name, low in (("bfloat16", True), ("float64", False)):
-        found = Precision(name, CPU)
-        assert found.is_low == low and found.weights == (torch.float32 if low else torch.float64)
-        with found.autocast():
-            product = torch.ones(2, 2) @ torch.ones(2, 2)
-        assert product.dtype == (torch.bfloat16 if low else torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -342,21 +296,14 @@ def test_who_gets_onednns_products(cpu, channels, expected, monkeypatch):
 def test_float32_products_stay_exact():
     """All three products of a linear, at this CPU's setting; bfloat16 would be off by 3e-3."""
     generator = torch.Generator().manual_seed(0)
+    x, w, dy = (
+        torch.randn(shape, generator=generator) for shape in ((300, 1024), (96, 1024), (300, 96))
+    )
     try:
         environment_module.faster_float32_products(1024, 64)
-        for rows, inputs, outputs in ((7, 5, 3), (64, 128, 512), (300, 1024, 96), (513, 257, 1027)):
-            x, w, dy = (
-                torch.randn(shape, generator=generator)
-                for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
-            )
-            for a, b in (
-                (x, w.t()),
-                (dy, w),
-                (dy.t(), x),
-                (x.expand(2, -1, -1), w.t().expand(2, -1, -1)),
-            ):
-                exact = a.double() @ b.double()
-                assert (a @ b - exact).norm() <= 2e-6 * exact.norm()
+        for a, b in ((x, w.t()), (dy, w), (dy.t(), x)):
+            exact = a.double() @ b.double()
+            assert (a @ b - exact).norm() <= 2e-6 * exact.norm()
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -376,17 +323,13 @@ def test_the_profile_says_where_an_arms_time_goes():
         assert {kernel["class"] for kernel in found} <= set(train_profile.NAMES)
         assert parts["product"][0] > 0
         assert sum(ms for ms, _ in parts.values()) == pytest.approx(1e3)  # of a step of one second
-    products, statistics = (
-        {
-            arm: sum(kernel["launches"] for kernel in found if word in kernel["name"])
-            for arm, found in kernels.items()
-        }
-        for word in ("aten::mm", "aten::rsqrt")
-    )
-    assert products["rms"] == products["coupled"] and statistics["rms"] > statistics["coupled"]
-    place = timing_environment(CPU) | {"dtype": "float32"}
-    text = train.report(config, place, records)
-    assert "| kind | rms | coupled |" in text and "| rest of the step |" in text
+    products = {
+        arm: sum(kernel["launches"] for kernel in found if "aten::mm" in kernel["name"])
+        for arm, found in kernels.items()
+    }
+    assert products["rms"] == products["coupled"] > 0
+    table = train_profile.profile_table({"rms": parts})
+    assert "| kind | rms |" in table and "| rest of the step |" in table
 
 
 @pytest.mark.parametrize(
