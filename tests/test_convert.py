@@ -190,6 +190,7 @@ def test_a_plan_with_tapers_here_and_there():
         bias=True,
         attn_bias=False,
         norm_plan="LT TL RT L",
+        embed_scale=4.0,
     )
     after, certificate = certified(model, fold.to_folded)
     assert certificate.ok and str(after.plan) == "LI IL RI L"

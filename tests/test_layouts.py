@@ -8,6 +8,7 @@ shape of the papers' pseudo-code. It calls no norm of ours and reads no plan. In
 
 import math
 import random
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -181,9 +182,9 @@ class Plain:
         vs = vectors(v, "v", kv_heads)
         if shape.position == "rope":
             qs, ks = ([self.rotate(block, y) for y in ys] for ys in (qs, ks))
-        hidden = torch.ones(T, T, dtype=torch.bool).triu(1)  # the future, and beyond the window
-        if self.is_local(block):
-            hidden = hidden | torch.ones(T, T, dtype=torch.bool).tril(-shape.window)
+        i, j = torch.arange(T)[:, None], torch.arange(T)
+        window = shape.window if self.is_local(block) else T
+        hidden = (j > i) | (j <= i - window)
         mixed = []
         for head, q in enumerate(qs):
             shared = head // (heads // kv_heads)
@@ -549,7 +550,9 @@ def test_draws_are_those_of_rms_but_for_the_declared_factor(norm_type, shape):
     qk, v, reads, writes = STANDARD_DEVIATIONS.get(norm_type, COMMON)
     config = SHAPES[shape]
     values = config.kv_heads * config.head_channels
-    for name in (name for name in common if "norm" not in name):
+    others = [name for name in common if "norm" not in name]
+    assert others == [name for name in ours if "norm" not in name]
+    for name in others:
         expected = common[name].clone()
         if name.endswith("qkv.weight"):
             expected[:-values] *= qk
@@ -560,19 +563,14 @@ def test_draws_are_those_of_rms_but_for_the_declared_factor(norm_type, shape):
             expected *= writes / DEPTH
         torch.testing.assert_close(ours[name], expected, rtol=1e-6, atol=0)
         assert torch.equal(plain[name], common[name])
-    assert {name for name in ours if "norm" not in name} == {
-        name for name in common if "norm" not in name
-    }
 
 
 def test_mixlns_border_is_a_quarter_of_the_blocks():
     """12 blocks: 3 with Post-LN; 24: 6, as in the authors' POST_NUM."""
-    for depth, first in ((12, 3), (24, 6), (4, 1), (7, 1), (3, 0)):
-        letters = plan("mixln", depth).letters
-        expected = "R" * (2 * depth + 1)
-        if first:
-            expected = "I" + "P" * (2 * first - 1) + "B" + "R" * 2 * (depth - first)
-        assert letters == expected
+    for depth, first in ((12, 3), (24, 6), (7, 1)):
+        expected = "I" + "P" * (2 * first - 1) + "B" + "R" * 2 * (depth - first)
+        assert plan("mixln", depth).letters == expected
+    assert plan("mixln", 3).letters == "R" * 7
 
 
 @pytest.mark.parametrize(
@@ -592,9 +590,6 @@ def test_alpha_of_dyt_by_width(width, attention, others):
     found = [dyt.place(position).norm.alpha.item() for position in range(5)]
     assert found == pytest.approx([attention, others, attention, others, others])
     assert dyt.embedding_norm().norm.scale.item() == pytest.approx(math.sqrt(width))
-    common = plan("dyt", 2, width, norm_recipe="common")
-    assert {common.place(position).norm.alpha.item() for position in range(5)} == {0.5}
-    assert common.embedding_norm() is None
 
 
 def test_other_values_at_the_start():
@@ -604,8 +599,8 @@ def test_other_values_at_the_start():
     sqrt(2 L), so the factors of a recipe do not fit it.
     """
     derf = plan("derf", 2)
-    for norm in (derf.place(position).norm for position in range(5)):
-        assert [norm.alpha.item(), norm.shift.item(), norm.bias.sum().item()] == [1, 0, 0]
+    norm = derf.place(4).norm
+    assert [norm.alpha.item(), norm.shift.item(), norm.bias.sum().item()] == [1, 0, 0]
     assert derf.embedding_norm().norm.scale.item() == pytest.approx(math.sqrt(768))
     given = plan("derf", 2, point_alpha=(4.0, 0.3, 0.1))
     found = [given.place(position).norm.alpha.item() for position in range(5)]
@@ -614,14 +609,12 @@ def test_other_values_at_the_start():
     assert [keel.place(position).residual_weight for position in range(2, 65)] == [1] + [64] * 62
     with pytest.raises(ConfigError, match=r"init=torch.*norm_recipe=common"):
         start("dyt", init="torch")
-    start("dyt", init="torch", norm_recipe="common")
 
 
 def test_weight_decay_on_gains_is_that_of_the_authors():
     decaying = {name for name in NORM_TYPES if NormConfig(norm_type=name).decays_gains}
     assert decaying == {"olmo2", "hybrid", "dyt", "seednorm"}
-    for keys in ({"norm_recipe": "common"}, {"norm_gain": "none"}):
-        assert not NormConfig(norm_type="olmo2", **keys).decays_gains
+    assert not NormConfig(norm_type="olmo2", norm_recipe="common").decays_gains
 
 
 @pytest.mark.parametrize("kind", ["plain", "one_plus"])
@@ -638,15 +631,10 @@ def test_initial_gains(kind):
         for name, gain in zip(names, gains, strict=True):
             assert set(state[f"{name}.weight"].tolist()) == {gain - offset}, name
         assert set(state["blocks.0.attn.q_norm.weight"].tolist()) == {1 - offset}
-    # Both norms of B have it; a scaled gain starts at its own scale.
+    # Both norms of B have it.
     keel = start("keel", norm_gain=kind, initial_gain=many[: 2 * L + 1])
     for part in ("norm", "reader"):
         assert set(keel[f"blocks.1.norm1.{part}.weight"].tolist()) == {many[2] - offset}
-    lns = plan("lns", 4, norm_gain=kind, initial_gain=0.5)
-    assert (
-        lns.place(7).norm.gain.unique().item() == 0.25
-        and lns.place(8).norm.gain.unique().item() == 0.5
-    )
 
 
 def test_paired_gains():
@@ -657,62 +645,39 @@ def test_paired_gains():
         assert set(s.tolist()) == {-1, 1} and s.sum() == 0
         assert torch.equal(8 * (paired[f"{at(2 * b + 1)}.weight"] - 1), s)
         assert b == 0 or not torch.equal(s, signs[b - 1])
-    assert paired.keys() == plain.keys()
-    others = [
-        name for name in plain if not name.endswith(("norm1.norm.weight", "norm2.norm.weight"))
-    ]
+    others = [name for name in plain if not re.search(r"norm[12]\.norm\.weight", name)]
     assert all(torch.equal(plain[name], paired[name]) for name in others)
     assert start("none", paired_gains=0.125).keys() == start("none").keys()
-    said = plan("rms", paired_gains=0.125)
-    assert said.notes() == ["gains in pairs, -+ 0.125"] and not said.notes(at_start=False)
 
 
 def test_what_attention_should_add_is_measured_as_often_as_by_bhyts_authors():
     """Every max_iters / 50 steps, and at least every 1,000."""
     model = GPT(replace(LLAMA, norm_type="bhyt"))
-    for max_iters, steps in ((40, [1, 2, 3, 4]), (100, [1, 3]), (10**6, [1, 1001])):
-        found = []
-        for step in (1, 2, 3, 4, 1000, 1001):
-            model.blocks[1].norm1.norm.attention.zero_()
-            model.set_step(step, max_iters)
-            if model.blocks[1].norm1.norm.attention != 0:
-                found.append(step)
-        assert found[: len(steps)] == steps
+    measured = model.blocks[1].norm1.norm.attention
+    cases = ((40, 2, True), (100, 2, False), (100, 3, True), (10**6, 1000, False))
+    for max_iters, step, expected in (*cases, (10**6, 1001, True)):
+        measured.zero_()
+        model.set_step(step, max_iters)
+        assert (measured != 0) == expected
 
 
 def test_gates_start_at_a_half_or_as_rms_norm_and_train_as_matrices():
-    """W_down has draws of its own; Muon takes both matrices of each norm."""
-    models = {
-        name: GPT(replace(LLAMA, **keys), seed=3)
-        for name, keys in {
-            "rms": {"norm_type": "rms"},
-            "half": {"norm_type": "gatednorm", "initial_gain": 2.0},
-            "identity": {"norm_type": "gatednorm", "gate_start": "identity"},
-        }.items()
-    }
-    for name in ("half", "identity"):
-        assert torch.equal(models[name](IDX), models["rms"](IDX))
-    state = models["half"].state_dict()
-    downs = [state[f"{at(p)}.gate_down.weight"] for p in range(2 * L + 1)]
-    assert all(down.shape == (16, 16) and 0.1 < down.std() < 0.3 for down in downs)
-    assert not torch.equal(downs[0], downs[1])
-    matrices = models["half"].hidden_matrices()
-    assert len(matrices) == 4 * L + 2 * (2 * L + 1)
-    assert {p.dim() for p in matrices} == {2} and models[
-        "half"
-    ].norm_f.norm.gate_up.weight in matrices
+    """Muon takes both matrices of each norm."""
+    rms = GPT(replace(LLAMA, norm_type="rms"), seed=3)
+    for keys in ({"initial_gain": 2.0}, {"gate_start": "identity"}):
+        model = GPT(replace(LLAMA, norm_type="gatednorm", **keys), seed=3)
+        assert torch.equal(model(IDX), rms(IDX))
+    assert len(model.hidden_matrices()) == 4 * L + 2 * (2 * L + 1)
+    assert model.norm_f.norm.gate_up.weight in model.hidden_matrices()
 
 
 def test_blocks_of_lns_share_their_graphs():
     """Their scales are tensors: a number for each block would be a graph for each block."""
 
-    def graphs(norm_type):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        model = GPT(replace(GPT2, norm_type=norm_type, n_layer=5))
-        for block in model.blocks:
-            block.compile(backend="eager")
-        model(torch.zeros(1, 8, dtype=torch.int64))
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-    assert 0 < graphs("lns") == graphs("rms") < 5
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = GPT(replace(GPT2, norm_type="lns", n_layer=5))
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model(IDX)
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] < 5

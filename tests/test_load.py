@@ -85,12 +85,41 @@ def test_every_norm_type_starts_from_rms_and_leads_back(norm_type, saved):
             {"norm_type": "taper"},
             "add --taper_base=layer",
         ),
+        ({"norm_type": "dyt"}, {"norm_type": "rms"}, "multiplies its embeddings by a learned"),
+        ({"norm_type": "rms"}, {"norm_type": "derf"}, "this run multiplies its embeddings"),
+        ({"embed_scale": 4.0}, {}, "embed_scale"),
     ],
 )
 def test_what_would_be_another_function_is_refused(theirs, ours, remedy, saved):
     path, _ = saved(**theirs)
     with pytest.raises(CheckpointError, match=remedy):
         init_from(GPT(replace(SHAPE, **ours)), path)
+
+
+ONE_PLUS = {"norm_gain": "one_plus"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({**ONE_PLUS, "qk_norm": "head"}, {"qk_norm": "head"}),
+        ({}, ONE_PLUS),
+        ({"norm_type": "lns"}, {"norm_type": "taper"}),
+        ({"norm_type": "lns", **ONE_PLUS}, {"norm_type": "coupled"}),
+        ({}, {"norm_type": "lns"}),
+        ({"norm_type": "peri", **ONE_PLUS, "output_eps": 1e-4}, {}),
+    ],
+    ids=str,
+)
+def test_gains_are_kept_however_they_are_stored(theirs, ours, saved):
+    path, source = saved(**{"norm_type": "rms", **theirs})
+    model = GPT(replace(SHAPE, **{"norm_type": "rms", **ours}))
+    init_from(model, path)
+    pairs = [(a.core, b.core) for a, b in zip(model.places(), source.places(), strict=True)]
+    if "qk_norm" in ours:
+        pairs += [(net.blocks[0].attn.q_norm for net in (model, source))]
+    for new, old in pairs:
+        torch.testing.assert_close(new.exact_gain, old.exact_gain, rtol=1e-6, atol=1e-7)
 
 
 def test_norms_within_attention_are_left_out_where_the_run_says_so(saved):

@@ -20,19 +20,15 @@ from norm_plan import NORMS, NormConfig
 from norm_types import NORM_TYPES, NormType, uniform
 from norms import (
     CenteredLinear,
-    DynamicTanh,
     GatedRMSNorm,
     LayerNorm,
-    NoNorm,
     Norm,
-    Place,
     RMSNorm,
     SharedRMSNorm,
     center,
 )
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2)
-L = SHAPE.n_layer
 
 
 def gpt(norm_type, **keys):
@@ -41,12 +37,6 @@ def gpt(norm_type, **keys):
 
 TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5))
 IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
-
-
-def loss_and_gradients(model):
-    loss, aux = model(IDX, TARGETS)
-    (loss + aux).backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 # ----------------------------------------------------------------------------- the norms themselves
@@ -87,15 +77,18 @@ def mamba2_rms_norm_gated(x, z, weight, eps, group_size, norm_before_gate):
     return out * F.silu(z) if norm_before_gate else out
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("norm_before_gate", [False, True])
-def test_gated_is_mamba2s(groups, norm_before_gate):
-    x, z = draw(2, 5, 16), 2 * draw(2, 5, 16, seed=1)
+def test_gated_is_mamba2s(groups, norm_before_gate, dtype):
+    """In 16 bits too: the square of 1e4 is beyond float16."""
+    x, z = (1e4 * draw(2, 5, 16)).to(dtype), draw(2, 5, 16, seed=1).to(dtype)
     norm = shake(GatedRMSNorm(16, 0.01, norm_before_gate, groups))
-    y = norm(x, z)
-    close(y, mamba2_rms_norm_gated(x, z, norm.weight, 0.01, 16 // groups, norm_before_gate))
-    other = shake(GatedRMSNorm(16, 0.01, not norm_before_gate, groups))
-    assert (y - other(x, z)).abs().max() > 0.1
+    y = norm.to(dtype)(x, z)
+    wide = x.double(), z.double(), norm.weight.double(), 0.01, 16 // groups
+    assert y.dtype == dtype
+    tolerance = max(1e-12, 8 * torch.finfo(dtype).eps)
+    close(y.double(), mamba2_rms_norm_gated(*wide, norm_before_gate), tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -120,79 +113,6 @@ def test_low_precision_has_wide_statistics(norm, dtype):
     assert (y.double() - exact).abs().max() <= torch.finfo(dtype).eps * 8
     # The statistic is not rounded to the input's type: 0.4 % in bfloat16.
     assert (inv_rms / exact_inv_rms - 1).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_layer_norm_and_gated(dtype):
-    x, z = (1e4 * draw(2, 5, 64)).to(dtype), draw(2, 5, 64, seed=1).to(dtype)
-    wide = x.double(), z.double()
-    pairs = [(LayerNorm(64)(x)[0], F.layer_norm(wide[0], (64,)))]
-    for before in (False, True):
-        norm = GatedRMSNorm(64, norm_before_gate=before)
-        pairs.append((norm(x, z), mamba2_rms_norm_gated(*wide, 1, 1e-5, 64, before)))
-    for found, expected in pairs:
-        assert found.dtype == dtype
-        assert (found.double() - expected).abs().max() <= torch.finfo(dtype).eps * 8
-
-
-def all_norms():
-    return {
-        "layer": LayerNorm(16),
-        "rms": RMSNorm(16),
-        "group": RMSNorm(16, groups=2),
-        "shared": SharedRMSNorm(16),
-        "none": NoNorm(16, affine=False),
-        "dyt": DynamicTanh(16),
-    }
-
-
-@pytest.mark.parametrize("name", all_norms())
-def test_the_common_face(name):
-    """delta is added first; x comes back with it; who computes ignores what comes in; who shares
-    hands it on.
-    """
-    norm = Place(shake(all_norms()[name]))
-    x, delta = draw(2, 5, 16), draw(2, 5, 16, seed=1)
-    incoming = draw(2, 5, 1, seed=2).abs() + 0.5
-    y, stream, handed_on = norm(x, delta, incoming)
-    assert torch.equal(stream, x + delta)
-    assert torch.equal(norm(x + delta, None, incoming)[0], y)
-    if name == "shared":
-        assert handed_on is incoming
-        assert not torch.equal(norm(x, delta, 2 * incoming)[0], y)
-    else:
-        assert torch.equal(norm(x, delta, 2 * incoming)[0], y)
-        assert (handed_on is None) == (name in ("layer", "dyt", "none"))
-    assert norm.aux_loss() == 0.0 and norm.set_step(1, 10) == []
-
-
-# -------------------------------------------------------------------------------------- CoupledNorm
-
-
-@pytest.mark.parametrize("detach", [True, False])
-def test_gradients_of_the_shared_position(detach):
-    """y = h s / alpha gamma, h = x + delta. With u = g gamma: dh = u s / alpha + g_h, d gamma = sum
-    g h s / alpha, and ds = <u, h> / alpha in full, nothing when detached.
-    """
-    x, delta, s = (
-        draw(2, 5, 16).requires_grad_(),
-        draw(2, 5, 16, seed=1).requires_grad_(),
-        draw(2, 5, 1, seed=2).abs(),
-    )
-    g, g_h = draw(2, 5, 16, seed=3), draw(2, 5, 16, seed=4)
-    norm = shake(SharedRMSNorm(16, alpha=1.1, detach=detach))
-    s.requires_grad_()
-    y, h, _ = Place(norm)(x, delta, s)
-    ((y * g).sum() + (h * g_h).sum()).backward()
-    with torch.no_grad():
-        u = g * norm.weight
-        close(x.grad, u * s / 1.1 + g_h)
-        close(delta.grad, u * s / 1.1 + g_h)
-        close(norm.weight.grad, (g * h * s / 1.1).sum((0, 1)))
-        if detach:
-            assert s.grad is None
-        else:
-            close(s.grad, (u * h).sum(-1, keepdim=True) / 1.1)
 
 
 # ------------------------------------------------------------------------------- plans and refusals
@@ -245,15 +165,13 @@ def test_the_keys_of_the_norm_types_are_these():
 )
 def test_norm_gain_none_has_no_norm_parameters(norm_type):
     model = gpt(norm_type, norm_gain="none", bias=True, qk_norm="head")
-    names = [name.rpartition(".")[2] for name, _ in model.named_parameters() if "norm" in name]
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters() if "norm" in name}
     # Parameters that are no gains: alpha and shift shape the function, scale is the embeddings'.
     others = {"dyt": {"alpha", "scale"}, "derf": {"alpha", "shift", "scale"}}
     others |= {"bhyt": {"alpha"}, "gatednorm": {"weight"}}  # of the gate's matrices
-    assert set(names) == others.get(norm_type, set())
-    with_gains = gpt(norm_type, bias=True, qk_norm="head")
-    assert sum("norm" in name for name, _ in with_gains.named_parameters()) > len(names)
-    loss, gradients = loss_and_gradients(model)
-    assert loss.isfinite() and all(gradient is not None for gradient in gradients.values())
+    assert names == others.get(norm_type, set())
+    model(IDX, TARGETS)[0].backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 # --------------------------------------------------------------------------------------------- CBWC
@@ -286,12 +204,10 @@ def test_a_new_norm_type_is_one_class_and_two_rows(monkeypatch):
     model = gpt("manhattan")
     assert str(model.plan) == "MM MM MM MM M"
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for step in range(1, 4):
-        model.set_step(step, 3)
-        loss, aux = model(IDX, TARGETS)
-        optimizer.zero_grad()
-        (loss + aux).backward()
+    for _ in range(3):
+        loss, _ = model(IDX, TARGETS)
+        loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[0] > losses[1] > losses[2]
-    assert model.generate(TOKENS[:, :3], 4, temperature=0).shape == (3, 7)

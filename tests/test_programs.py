@@ -16,7 +16,7 @@ import pytest
 from helpers import ROOT, TINY, records, val_losses
 
 import sample
-from common.errors import ConfigError, UserError, run_program
+from common.errors import UserError, run_program
 from configurator import parse_args, read_config_file
 from data.tokenizers import CharTokenizer, byte_tokenizer, token_bytes
 from distill import DistillConfig
@@ -39,35 +39,28 @@ def run(train_ok, tiny_data, tmp_path) -> Path:
 
 def test_sample_continues_the_prompt(run, capsys):
     """Deterministic by seed; several samples; the run's own sample begins with val text."""
-    sample.main(
-        [str(run), "--prompt=579", "--max_new_tokens=20", "--num_samples=2", "--device=cpu"]
-    )
+    words = ["--prompt=579", "--max_new_tokens=20", "--num_samples=2", "--device=cpu"]
+    sample.main([str(run), *words])
     text = capsys.readouterr().out
-    assert (
-        text.startswith("579") and len(text.split("-" * 80)) == 2 and len(text.split("\n")[0]) == 23
-    )
-    sample.main(
-        [
-            str(run / "ckpt_last.pt"),
-            "--prompt=579",
-            "--max_new_tokens=20",
-            "--num_samples=2",
-            "--device=cpu",
-        ]
-    )
+    assert len(text.split("-" * 80)) == 2 and re.fullmatch("579.{20}", text.split("\n")[0])
+    sample.main([str(run / "ckpt_last.pt"), *words])
     assert capsys.readouterr().out == text  # the last step was the best, too
     assert len((run / "samples.txt").read_text().strip()) == 16 + 30
-
-
-def test_sample_refuses_what_it_cannot_do(run, tmp_path):
     with pytest.raises(UserError, match="alphabet"):
         sample.main([str(run), "--prompt=~"])
-    with pytest.raises(ConfigError, match="empty"):
-        sample.main([str(run), "--prompt="])
-    with pytest.raises(UserError, match="no such checkpoint"):
-        sample.main([str(tmp_path / "nowhere")])
-    with pytest.raises(ConfigError, match="name a model"):
-        sample.main([])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere"], "no such checkpoint"),
+        (["nowhere", "--prompt="], "empty"),
+        ([], "name a model"),
+    ],
+)
+def test_sample_refuses_what_it_cannot_do(words, told):
+    with pytest.raises(UserError, match=told):
+        sample.main(words)
 
 
 def test_bits_per_byte(run):
@@ -165,17 +158,8 @@ def test_help(program, capsys):
         assert re.search(rf"--{field.name}=.*\(.+\)\n +\S", shown), field.name
 
 
-@pytest.mark.parametrize("word", ["--help", "-h"])
-def test_help_of_a_program_without_keys(word, capsys, monkeypatch):
-    def main(argv):
-        raise ConfigError(f"{argv}: not for the program")
-
-    monkeypatch.setattr("sys.argv", ["table.py", word, "more"])
-    with pytest.raises(SystemExit) as end:
-        run_program(main, "python table.py FOLDER")
-    assert not end.value.code and "FOLDER" in capsys.readouterr().out
-    # only as the first word
-    monkeypatch.setattr("sys.argv", ["table.py", "folder", word])
-    with pytest.raises(SystemExit) as end:
-        run_program(main, "python table.py FOLDER")
-    assert end.value.code == 2
+def test_help_of_a_program_without_keys(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["table.py", "--help"])
+    with pytest.raises(SystemExit):
+        run_program(None, "python table.py FOLDER")
+    assert "FOLDER" in capsys.readouterr().out

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import sysconfig
-import threading
 from itertools import islice
 from pathlib import Path
 
@@ -16,10 +15,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import offline_data
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from common.errors import ConfigError, DataError
+from common.errors import DataError
 from data.shakespeare_char import prepare as shakespeare
 from data.shards import (
     HEADER_BYTES,
@@ -28,16 +25,11 @@ from data.shards import (
     find_shards,
     open_shard,
     read_meta,
-    write_meta,
     write_shard,
 )
 from data.stdlib import prepare as stdlib
 from data.tokenizers import END_OF_TEXT, CharTokenizer, byte_tokenizer, load_tokenizer
-from training.dataloader import Blocks, TrainLoader, epoch_order, eval_batches, read_ahead
-
-FUZZ = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+from training.dataloader import Blocks, TrainLoader, epoch_order, eval_batches
 
 
 def header(magic: int = MAGIC, version: int = VERSION, count: int = 0) -> bytes:
@@ -113,11 +105,6 @@ def test_headerless_nanogpt_shards(tmp_path):
             open_shard(tmp_path / "val.bin")
 
 
-def test_missing_data_says_what_to_do(tmp_path):
-    with pytest.raises(DataError, match=r"no train shards in .*set data_dir"):
-        find_shards(tmp_path / "missing", "train")
-
-
 def test_shards_come_in_order_and_are_of_one_set_without_gaps(tmp_path):
     shards_of(tmp_path, 5, 5, 5, first=1)
     shards_of(tmp_path, 5, split="val")
@@ -126,17 +113,11 @@ def test_shards_come_in_order_and_are_of_one_set_without_gaps(tmp_path):
     (tmp_path / "x_train_000002.bin").unlink()
     with pytest.raises(DataError, match="train shard 000002 is missing"):
         find_shards(tmp_path, "train")
-    assert len(find_shards(tmp_path, "val")) == 1
     write_shard(tmp_path / "y_val_000000.bin", np.arange(5))
     with pytest.raises(DataError, match="several data sets"):
         find_shards(tmp_path, "val")
-
-
-def test_meta_round_trip(tmp_path):
-    meta = {"tokenizer": "chars", "vocab_size": 3, "chars": "aé中"}
-    write_meta(tmp_path, meta)
-    assert read_meta(tmp_path) == meta
-    assert load_tokenizer(meta).decode([2, 0, 1]) == "中aé"
+    with pytest.raises(DataError, match=r"no train shards in .*set data_dir"):
+        find_shards(tmp_path / "missing", "train")
 
 
 @pytest.mark.parametrize(
@@ -171,20 +152,11 @@ def test_damaged_meta(tmp_path, content):
 # --------------------------------------------------------------------------------------- tokenizers
 
 
-BYTES = byte_tokenizer()
-
-
-@FUZZ
-@given(st.text())
-def test_byte_tokenizer_is_the_raw_bytes(text):
-    tokenizer = BYTES
+def test_bytes_and_characters():
+    tokenizer = byte_tokenizer()
     assert (tokenizer.n_vocab, tokenizer.eot_token) == (257, 256)
-    for each in (text, END_OF_TEXT):
-        assert tokenizer.encode_ordinary(each) == list(each.encode())
-    assert tokenizer.decode(list(text.encode())) == text
-
-
-def test_char_tokenizer():
+    for text in ("aé中🙂\n\0", END_OF_TEXT):
+        assert tokenizer.encode_ordinary(text) == list(text.encode())
     tokenizer = CharTokenizer("abé")
     assert tokenizer.encode_ordinary("béa") == [1, 2, 0] and tokenizer.decode([1, 2, 0]) == "béa"
     with pytest.raises(DataError, match="'x'"):
@@ -197,12 +169,6 @@ def test_char_tokenizer():
 def test_unusable_tokenizer(meta):
     with pytest.raises(DataError, match="prepare it again"):
         load_tokenizer(meta)
-
-
-def test_a_missing_package_is_not_a_damaged_tokenizer(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ModuleNotFoundError, match="tokenizers"):
-        load_tokenizer({"tokenizer": "hf", "path": str(tmp_path)})
 
 
 # ------------------------------------------------------------------------------------------ batches
@@ -240,8 +206,6 @@ def test_token_beyond_the_vocabulary(tmp_path, monkeypatch):
     blocks = Blocks(str(tmp_path), "train", 4, 15)
     blocks.batch([0, 1])
     with pytest.raises(DataError, match=r"x_train_000001\.bin: token id 18"):
-        blocks.batch([0, 3])
-    with pytest.raises(DataError, match="token id"):
         list(islice(TrainLoader(blocks, 2, 1, seed=0).batches(1, 0, 1, pin=False), 4))
 
 
@@ -298,21 +262,6 @@ def test_ranks_share_the_same_global_batches(blocks, world_size):
     assert steps(9, 4) == expected[8:]  # to start at step 9 is to have run there
 
 
-def test_a_batch_is_read_while_another_one_is_computed():
-    next_one = threading.Event()
-
-    def read(item: int) -> int:
-        if item == 1:
-            next_one.set()
-        return item
-
-    found = []
-    for item in read_ahead(read, range(5)):
-        assert next_one.wait(60)
-        found.append(item)
-    assert found == [0, 1, 2, 3, 4]
-
-
 def test_eval_batches_are_the_first_tokens_in_order(blocks):
     assert eval_batches(blocks, 3, 7 * 4) == [[0, 1, 2], [3, 4, 5], [6]]
     assert eval_batches(blocks, 3, 1) == [[0]]
@@ -332,30 +281,27 @@ def out(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_library(monkeypatch, tmp_path):
-    """A standard library of a few files."""
-    root = tmp_path / "lib"
-    for name in (*map("{}.py".format, range(200)), "a/c.py", "a/test/d.py", "site-packages/e.py"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(name.encode())
-    (root / "empty.py").write_bytes(b"")
-    (root / "f.txt").write_text("text")
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
-    return root
+    """A standard library of a few files, with their names as content."""
+    names = [*map("{}.py".format, range(200)), "a/c.py", "a/test/d.py", "site-packages/e.py"]
+    for name in names:
+        path = tmp_path / "lib" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (tmp_path / "lib/empty.py").touch()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    return ["", *names[:-2]]
 
 
 def test_prepare_stdlib(out, small_library):
     stdlib.main([])
     assert read_meta(out) == {"tokenizer": "bytes", "vocab_size": 257}
     found = []
-    for split, least in (("train", 150), ("val", 1)):
+    for split in ("train", "val"):
         tokens = open_shard(*find_shards(out, split))
-        starts = np.flatnonzero(tokens == 256)
-        assert starts[0] == 0 and len(starts) >= least
-        found += [bytes(part[1:].tolist()).decode() for part in np.split(tokens, starts[1:])]
-    names = [*map("{}.py".format, range(200)), "a/c.py"]
-    assert sorted(found) == sorted(["", *names])
-    with pytest.raises(ConfigError):
-        stdlib.main(["--local=x"])
+        parts = np.split(tokens, np.flatnonzero(tokens == 256))[1:]
+        assert 1 <= len(parts) < 201
+        found += [bytes(part[1:].tolist()).decode() for part in parts]
+    assert sorted(found) == sorted(small_library)
 
 
 def test_prepare_shakespeare(out):
@@ -386,10 +332,3 @@ def test_prepare_waits_for_another_process_in_its_folder(out, small_library):
         stdlib.main([])
     assert other.returncode == 0  # it saw no shard while it held the folder
     assert find_shards(out, "train") and read_meta(out)
-
-
-def test_prepare_shakespeare_without_network(out, monkeypatch):
-    monkeypatch.setattr(shakespeare, "URL", "http://127.0.0.1:1/input.txt")
-    with pytest.raises(DataError, match=r"fetch it by hand, as .*input\.txt"):
-        shakespeare.main([])
-    assert [path.name for path in out.iterdir()] == ["lock"]

@@ -10,9 +10,7 @@ import json
 import lzma
 import os
 import random
-import sys
 import time
-import types
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice, pairwise
@@ -126,14 +124,12 @@ def test_every_format_gives_the_same_shards(tmp_path, gpt2, suffix, capsys):
     tokens = tokens_of(tmp_path / "out")
     expected = [token for text in texts for token in [END, *gpt2.encode_ordinary(text)]]
     assert tokens.tolist() == expected
-    assert documents_of(tokens, gpt2) == texts
     assert read_meta(tmp_path / "out") == {"tokenizer": "gpt2", "vocab_size": 50257}
     shards = find_shards(tmp_path / "out", "train")
-    count = -(-len(expected) // 1000)
-    assert [path.name for path in shards] == [f"text_train_{n:06d}.bin" for n in range(count)]
+    assert shards[1].name == "text_train_000001.bin"
     assert {len(open_shard(path)) for path in shards[:-1]} == {1000}
     printed = capsys.readouterr().out
-    assert f"train: {len(expected):,} tokens in {count} shards" in printed
+    assert f"train: {len(expected):,} tokens in {len(shards)} shards" in printed
     assert "val: 3 tokens in 1 shards" in printed and "61 documents; skipped: none\n" in printed
 
 
@@ -215,15 +211,12 @@ def test_fineweb_edu_begins_with_a_shard_for_validation(tmp_path, gpt2, monkeypa
 
     monkeypatch.setattr(fineweb_edu, "read_sample", read)
     expected = [t for text in some_texts(60) for t in [END, *gpt2.encode_ordinary(text)]]
-    for limit in (2001, 2000):
-        assert fineweb(f"--max_tokens={limit}") == expected[:limit]
-        assert [path.name[12:] for path in find_shards(tmp_path, "val")] == ["val_000000.bin"]
-        max(find_shards(tmp_path, "train")).unlink()
-        # a resume stops at the same token
-        assert fineweb(f"--max_tokens={limit}") == expected[:limit]
-        for path in tmp_path.glob("*.bin"):
-            path.unlink()
-    assert fineweb() == expected
+    assert fineweb("--max_tokens=2001") == expected[:2001]
+    assert [path.name[12:] for path in find_shards(tmp_path, "val")] == ["val_000000.bin"]
+    for path in find_shards(tmp_path, "train")[1:]:
+        path.unlink()
+    # a resume stops at the same token
+    assert fineweb("--max_tokens=2001") == expected[:2001]
 
 
 @pytest.mark.parametrize("size", [1, 7])
@@ -233,15 +226,6 @@ def test_documents_end_anywhere_in_a_shard(tmp_path, gpt2, size):
     expected = [token for text in texts if text for token in [END, *gpt2.encode_ordinary(text)]]
     assert tokens_of(tmp_path / "out").tolist() == expected
     assert {len(open_shard(path)) for path in find_shards(tmp_path / "out", "train")[:-1]} <= {size}
-
-
-def test_no_network(tmp_path, monkeypatch):
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=unreachable))
-    with pytest.raises(DataError, match=r"ConnectionError: no route\)"):
-        fineweb_edu.main([f"--out_dir={tmp_path}"])
 
 
 # ------------------------------------------------------------------------------------------- pieces
@@ -341,13 +325,12 @@ def test_hostile_parquet(tmp_path, gpt2, capsys):
         assert capsys.readouterr().out.endswith(last)
     parquet.write_table(pa.table({"body": ["x"]}), tmp_path / "body.parquet")
     parquet.write_table(pa.table({"text": [[1]]}), tmp_path / "list.parquet")
-    (tmp_path / "torn.parquet").write_bytes((tmp_path / "string.parquet").read_bytes()[:-20])
-    parquet.write_table(pa.table({"text": ["good " * 600]}), tmp_path / "page.parquet")
-    flipped = bytearray((tmp_path / "page.parquet").read_bytes())
-    flipped[4:24] = bytes(20)  # the header of its first page
-    (tmp_path / "page.parquet").write_bytes(flipped)
-    for name, told in (("body", "'text', only body"), ("list", ""), ("torn", ""), ("page", "")):
-        with pytest.raises(DataError, match=rf"{name}\.parquet: .*{told}"):
+    whole = bytearray((tmp_path / "string.parquet").read_bytes())
+    (tmp_path / "torn.parquet").write_bytes(whole[:-20])
+    whole[4:24] = bytes(20)  # the header of its first page
+    (tmp_path / "page.parquet").write_bytes(whole)
+    for name in ("body", "list", "torn", "page"):
+        with pytest.raises(DataError, match=rf"{name}\.parquet: "):
             run(tmp_path / name, tmp_path / f"{name}.parquet")
 
 
@@ -372,17 +355,11 @@ def test_nothing_usable(tmp_path):
     ("words", "error", "message"),
     [
         (["missing.jsonl"], DataError, "no file missing.jsonl"),
-        (["."], ConfigError, "the name of an input file ends in"),
         (["x.csv"], ConfigError, "x.csv: .*jsonl, .jsonl.xz, .parquet, .txt"),
         ([], ConfigError, "name at least one file"),
         (["a.txt", "a.txt"], ConfigError, "named twice"),
-        (["a.txt", "--val=a.txt"], ConfigError, "named twice"),
         (["a.txt", "--val=hard.txt"], ConfigError, "named twice"),
         (["a.txt", "--val_share=0.6"], ConfigError, "val_share"),
-        (["a.txt", "--shard_tokens=0"], ConfigError, "shard_tokens"),
-        (["a.txt", "--shard_tokens=4294967296"], ConfigError, "shard_tokens"),
-        (["a.txt", "--processes=0"], ConfigError, "processes"),
-        (["a.txt", "--shards=3"], ConfigError, "unknown key"),
         (["a.txt", "--tokenizer=word"], ConfigError, "tokenizer=word: give gpt2, bytes, chars"),
         (["a.txt", "--tokenizer=."], DataError, "the tokenizer of .* cannot be read"),
         (["many.txt", "--tokenizer=chars"], ConfigError, "65,600 tokens, and shards hold ids"),
@@ -412,25 +389,18 @@ def test_the_shards_do_not_depend_on_the_number_of_threads(tmp_path):
 
 
 def test_other_settings_in_a_used_folder_are_refused(tmp_path):
-    a, b = (
-        write_jsonl(tmp_path / "a.jsonl", some_texts(40)),
-        write_jsonl(tmp_path / "b.jsonl", some_texts(40, seed=1)),
-    )
+    a = write_jsonl(tmp_path / "a.jsonl", some_texts(40))
+    b = write_jsonl(tmp_path / "b.jsonl", some_texts(40, seed=1))
     out = tmp_path / "out"
     run(out, a)
     before = contents(out)
     for words, named in (
-        ([b], "files"),
         ([a, b], "files"),
         ([a, f"--val={b}"], "val"),
         ([a, "--tokenizer=bytes"], "tokenizer"),
     ):
-        with pytest.raises(
-            DataError, match=rf"other settings \({named}\): choose another --out_dir, or delete"
-        ):
+        with pytest.raises(DataError, match=rf"other settings \({named}\): choose another"):
             run(out, *words)
-    with pytest.raises(DataError, match=r"other settings \(shard_tokens\)"):
-        run(out, a, shard_tokens=999)
     with a.open("a") as file:
         file.write(json.dumps({"text": "one more"}) + "\n")
     with pytest.raises(DataError, match=r"other settings \(files\)"):
@@ -438,22 +408,14 @@ def test_other_settings_in_a_used_folder_are_refused(tmp_path):
     assert contents(out) == before
 
 
-def test_shards_of_others_and_a_damaged_progress_file_are_refused(tmp_path):
+def test_shards_without_a_good_progress_file_are_refused(tmp_path):
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), tmp_path / "out"
     run(out, source, "--tokenizer=bytes")
     progress = (out / "progress.json").read_text()
-    older = json.loads(progress)
-    del older["settings"]["revision"]
-    (out / "progress.json").write_text(json.dumps(older))
-    run(out, source, "--tokenizer=bytes")  # of an older version
     for content in ("", "[]", '{"settings": {}}', progress[:-9]):
         (out / "progress.json").write_text(content)
         with pytest.raises(DataError, match=r"progress\.json"):
             run(out, source, "--tokenizer=bytes")
-    (out / "progress.json").write_text(progress)
-    (out / "other_train_000000.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"other_train_000000\.bin"):
-        run(out, source, "--tokenizer=bytes")
     # Begun again as the message says. meta.json of the old shards is still there.
     for path in [*out.glob("*.bin"), out / "progress.json"]:
         path.unlink()
@@ -461,31 +423,16 @@ def test_shards_of_others_and_a_damaged_progress_file_are_refused(tmp_path):
     assert read_meta(out) == {"tokenizer": "gpt2", "vocab_size": 50257}
 
 
-def test_a_finished_run_has_nothing_to_do(tmp_path, monkeypatch, capsys):
-    source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), tmp_path / "out"
-    run(out, source)
-    printed = capsys.readouterr().out.splitlines()[-3:]
-    monkeypatch.setattr(prepare, "encode", None)
-    run(out, source)
-    assert capsys.readouterr().out.splitlines() == printed
-
-
 def test_a_missing_or_torn_shard_is_made_again(tmp_path, capsys):
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(100)), tmp_path / "out"
     run(out, source)
     before, printed = contents(out), capsys.readouterr().out.splitlines()[-3:]
-    for name in (
-        "text_val_000000.bin",
-        "text_train_000003.bin",
-        max(before.keys() - {"meta.json"}),
-    ):
-        for content in (None, before[name][:-2]):
-            (out / name).unlink()
-            if content is not None:
-                (out / name).write_bytes(content)
-            run(out, source)
-            assert contents(out) == before
-            assert capsys.readouterr().out.splitlines()[-3:] == printed
+    for name in ("text_val_000000.bin", "text_train_000003.bin"):
+        (out / name).write_bytes(before[name][:-2])
+    max(out.glob("text_train_*")).unlink()
+    run(out, source)
+    assert contents(out) == before
+    assert capsys.readouterr().out.splitlines()[-3:] == printed
 
 
 @pytest.mark.parametrize("crash_at", range(1, 7))
