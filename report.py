@@ -20,8 +20,9 @@ names); one that is given here is labelled post hoc.
 import csv
 import html
 import io
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,9 @@ from evidence.comparison import (
     NO_VERDICT,
     Arms,
     Comparison,
-    Pairs,
     compare,
     diverged_arms,
+    lack_of_verdict,
     like_baseline,
     mean_exchange_rate,
     pair_by_seed,
@@ -82,8 +83,6 @@ ALONE = """\
 Nothing is compared, for no arm has two pairs. A pair differs in the norm alone: same seed, same
 data, same settings. Arms with learning rates of their own are compared by a plan that was declared
 before its runs, as repro/which_norm.py does (docs/which_norm.md)."""
-
-LONGEST_NAME = 19  # characters of an arm in the terminal's table of 80
 
 STABILITY = """\
 Divergence is a result: an arm of which runs diverged has no verdict on the rest. Clipped steps: the
@@ -209,12 +208,9 @@ def stability_rows(arms: Arms) -> list[list[Any]]:
         return []
     table = []
     for arm, runs in arms.items():
-        values: dict[str, list[float]] = {"clipped": [], "spikes": [], "attention_logit": []}
-        for run in runs.values():
-            for name, found in values.items():
-                if run.stability.get(name) is not None:
-                    found.append(run.stability[name])
-        clipped, spikes, logits = values.values()
+        clipped, spikes, logits = (
+            outcomes(runs, name) for name in ("clipped", "spikes", "attention_logit")
+        )
         cells = [
             f"`{short_name(arm)}`",
             len(runs),
@@ -225,6 +221,12 @@ def stability_rows(arms: Arms) -> list[list[Any]]:
         ]
         table.append(cells)
     return table
+
+
+def outcomes(runs: dict[int, Run], name: str) -> list[float]:
+    """Return one figure of stability of the runs that have it."""
+    found = [run.stability.get(name) for run in runs.values()]
+    return [value for value in found if value is not None]
 
 
 def mean_and_sd(metric: Metric, runs: dict[int, Run]) -> tuple[float | None, float | None]:
@@ -341,9 +343,9 @@ def make_report(arms: Arms, baseline: str, deltas: dict[str, float]) -> Report:
     Raises:
         UserError: the runs cannot be compared.
     """
+    pairs, left_out = pair_by_seed(arms, baseline)
     alike = like_baseline(arms, baseline)
     diverged = diverged_arms(alike)
-    pairs, left_out = pair_by_seed(arms, baseline)
     rows, not_measured = compare(pairs, baseline, deltas, diverged)
     bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
     # Without any pair, all runs of the baseline stay.
@@ -356,7 +358,12 @@ def make_report(arms: Arms, baseline: str, deltas: dict[str, float]) -> Report:
         for seed, run in runs.items():
             if run.diverged or seed in compared.get(arm, {}):
                 stable.setdefault(arm, {})[seed] = run
-    unjudged = without_a_row(rows, pairs, diverged)
+    judged = {row.arm for row in rows}
+    unjudged = []
+    for arm in alike:
+        why = lack_of_verdict(arm, "", pairs.get(arm, []), diverged)
+        if why and arm not in judged:
+            unjudged.append(f"{short_name(arm)}: {NO_VERDICT}: {why}.")
     return Report(baseline, compared, stable, rows, unjudged, left_out + not_measured)
 
 
@@ -391,23 +398,17 @@ def report_text(report: Report) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def by_metric(rows: list[Comparison]) -> dict[str, list[Comparison]]:
-    """Sort comparisons by the name of their metric."""
-    found: dict[str, list[Comparison]] = {}
-    for row in rows:
-        found.setdefault(row.metric.name, []).append(row)
-    return found
+def by_metric(rows: list[Comparison]) -> Iterator[tuple[str, Iterator[Comparison]]]:
+    """Group comparisons, which are in the order of metrics, by the name of their metric."""
+    return itertools.groupby(rows, lambda row: row.metric.name)
 
 
-def verdict_sentences(rows: list[Comparison], unjudged: list[str] | None = None) -> list[str]:
+def verdict_sentences(rows: list[Comparison], unjudged: Iterable[str] = ()) -> list[str]:
     """Return one list of sentences for each metric, as Markdown; after them those of `unjudged`."""
-    texts = [
-        "\n".join([f"{name}:", "", *(f"- {row.sentence()}" for row in its)])
-        for name, its in by_metric(rows).items()
-    ]
-    if unjudged:
-        texts.append("\n".join(f"- {line}" for line in unjudged))
-    return texts
+    texts = []
+    for name, its in by_metric(rows):
+        texts.append("\n".join([f"{name}:", "", *(f"- {row.sentence()}" for row in its)]))
+    return [*texts, "\n".join(f"- {line}" for line in unjudged)]
 
 
 def csv_text(header: Iterable[str], lines: list[dict[str, Any]]) -> str:
@@ -452,29 +453,6 @@ def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
     return paths[0] if paths[0].is_dir() else paths[0].parent
 
 
-def without_a_row(rows: list[Comparison], pairs: Pairs, diverged: dict[str, str]) -> list[str]:
-    """Return one sentence for each arm that has too few pairs to be compared, if it says why."""
-    missing = {}
-    for arm, its in pairs.items():
-        planned = its[0].run.config.get("planned_seeds", 0) if its else 0
-        if planned:
-            missing[arm] = f"{len(its)} of {planned} planned seeds"
-    compared = {row.arm for row in rows}
-    return [
-        f"{short_name(arm)}: {NO_VERDICT}: {why}."
-        for arm, why in (missing | diverged).items()
-        if arm not in compared
-    ]
-
-
-def arms_text(arms: Arms) -> str:
-    """Return an HTML table of the norm keys of all arms: each has those that it reads."""
-    runs = [next(iter(its.values())) for its in arms.values()]
-    keys = sorted({key for run in runs for key in run.norm_keys})
-    rows = [[short_name(run.arm), *(run.norm_value(key) for key in keys)] for run in runs]
-    return page.table(["arm", *keys], rows, arms)
-
-
 def page_of(report: Report) -> bytes:
     """Return report.html: what report.md says, with pictures that answer the pointer."""
     arms, rows = report.compared, report.judged
@@ -483,19 +461,13 @@ def page_of(report: Report) -> bytes:
         cells = filled([verdict_cells(row) for row in rows])
         sections["Verdicts"] = page.table(*cells, [row.arm for row in rows])
     sections["Verdicts"] += "".join(f"<p>{html.escape(line)}</p>" for line in report.unjudged)
-    for name, its in by_metric(rows).items():
-        sections[f"Differences: {name}"] = page.forest(its, arms)
+    for name, its in by_metric(rows):
+        sections[f"Differences: {name}"] = page.forest(list(its), arms)
     sections |= {
         "Validation loss": page.losses(arms),
         "Residual stream after training": page.stream(arms),
         "Scale at the output": page.output(arms),
     }
-    stability = stability_rows(report.stable)
-    if stability:
-        sections["Stability"] = page.table(STABILITY_HEADER, stability, report.stable)
-    sections["Norm keys"] = arms_text(arms)
-    if report.left_out:
-        sections["Left out"] = page.table(["run"], [[line] for line in report.left_out])
     title = f"Norm types against {short_name(report.baseline)}"
     return page.write_page(title, header_text(arms), arms, sections)
 
@@ -525,27 +497,21 @@ def write_report(report: Report, out: Path, pictures: bool) -> None:
 
 
 def terminal_table(report: Report) -> str:
-    """Return the arms in the loss to decide by, at most 80 characters a line."""
+    """Return the arms in the loss to decide by, in columns."""
     metric = report.judged[0].metric if report.judged else METRICS["val_loss"]
     found = {row.arm: row for row in report.judged if row.metric is metric}
-    lines = [["arm", "seeds", "mean", "SD", "diff", "95 % (Holm)", "verdict"]]
-    for place, (arm, runs) in enumerate(report.compared.items()):
-        name = short_name(arm)
-        if len(name) > LONGEST_NAME:  # two names may be alike up to where they are cut
-            name = f"{name[: LONGEST_NAME - 4]} #{place}"
+    lines = [["arm", "seeds", "mean", "SD", "diff", "95 % (Holm)"]]
+    for arm, runs in report.compared.items():
         mean, sd = mean_and_sd(metric, runs)
-        line = [name, str(len(runs)), number(mean), number(sd)]
-        row = found.get(arm)
-        tests = ["", "", "" if arm == report.baseline else NO_VERDICT]
-        if row is not None:
-            tests = [row.show(row.estimate.mean), row.show_interval(row.verdict.interval)]
-            tests.append(row.two_words)
-        lines.append(line + tests)
+        line = [short_name(arm), str(len(runs)), number(mean), number(sd), "", ""]
+        if row := found.get(arm):
+            line[4:] = row.show(row.estimate.mean), row.show_interval(row.verdict.interval)
+        lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = [f"{metric.name}, {metric.unit}"]
-    for arm, *numbers, verdict in lines:
+    for arm, *numbers in lines:
         cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:])]
-        table.append(" ".join([arm.ljust(widths[0]), *cells, "", verdict]).rstrip())
+        table.append(" ".join([arm.ljust(widths[0]), *cells]).rstrip())
     return "\n".join(table)
 
 
@@ -555,10 +521,11 @@ def said(report: Report) -> str:
     parts += verdict_sentences(report.judged, report.unjudged)
     if not report.rows:
         parts.append(ALONE)
-    if others := by_metric(report.others):
-        parts.append(f"Not judged (appendix of report.md): {', '.join(others)}")
+    if report.others:
+        names = ", ".join(name for name, _ in by_metric(report.others))
+        parts.append(f"Not judged (appendix of report.md): {names}")
     parts += [f"Left out: {line}" for line in report.left_out]
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
 
 
 def main(argv: list[str]) -> None:

@@ -156,12 +156,16 @@ stop_all() {
 }
 
 # Under a claim, so that this worker alone writes the output of run $1: train it, unless it was done
-# meanwhile. $2 is the mark that it began; then comes the command.
+# meanwhile. $2 is the mark that it began; then comes the command. The claim is a lock on an open file,
+# which the command inherits, so that it ends with the command, however that ends. Without flock, or
+# in a file system without locks, train.py keeps others out of its folder.
 export OUT
 export -f is_over
 start='
   name=$1 began=$2
   shift 2
+  mkdir -p "$OUT/$name" && exec 9>>"$OUT/$name/claim" || exit 1
+  flock -n -E 75 9 2>/dev/null || [ $? != 75 ] || exit 75
   ! is_over "$name" || exit 75
   : >"$began"
   exec "$@" >>"$OUT/$name/train.txt" 2>&1'
@@ -172,8 +176,7 @@ train() {
   local worker=$1 name=$2 label=$3 run=$OUT/$2 began=$SECONDS status=0 last
   shift 3
   printf '%s\n' "$label" "$run/train.txt" >"$state/$worker"
-  "$PYTHON" -m evidence.claim "$run" bash -c "$start" - "$name" "$state/began/$name" \
-    "${launcher[@]}" train.py "$@" &
+  bash -c "$start" - "$name" "$state/began/$name" "${launcher[@]}" train.py "$@" &
   child=$!
   wait "$child" || status=$?
   child=

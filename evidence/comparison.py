@@ -1,6 +1,6 @@
 """Arms against a baseline: pairs, estimates, verdicts, and a sentence for each verdict."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -86,15 +86,6 @@ class Comparison:
         if self.not_judged:
             return NOT_JUDGED
         return NO_VERDICT if self.no_verdict else self.verdict.word
-
-    @property
-    def two_words(self) -> str:
-        """The verdict for a narrow table, such as "worse, within"."""
-        if self.not_judged or self.no_verdict:
-            return self.word
-        if self.verdict.direction == NO_DIFFERENCE:
-            return "within margin" if self.verdict.margin == WITHIN else "not shown"
-        return ", ".join(filter(None, [self.verdict.direction, self.verdict.margin]))
 
     @property
     def sd(self) -> float:
@@ -213,14 +204,13 @@ class Comparison:
 
 
 def like_baseline(arms: Arms, baseline: str) -> Arms:
-    """Return each arm's runs with the baseline's settings; all runs, if there is no baseline."""
-    runs = list(arms.get(baseline, {}).values())
-    first = next((run for run in runs if not run.problem()), runs[0] if runs else None)
+    """Return each arm's runs with the settings of the baseline's."""
+    first = next(run for run in arms[baseline].values() if not run.problem())
     return {
         arm: {
             seed: run
             for seed, run in its.items()
-            if first is None or not difference_in_settings(run, first, BY_SEED)
+            if not difference_in_settings(run, first, BY_SEED)
         }
         for arm, its in arms.items()
     }
@@ -308,12 +298,11 @@ def margin(metric: Metric, run: Run, post_hoc: dict[str, float]) -> tuple[float,
     The runs declare it, all the same one, unless `post_hoc` gives one now. The margin of a relative
     metric becomes a difference of logarithms, as the differences are. (0.0, "") for no margin.
     """
-    names = [metric.name]
-    if metric.name in ("val_loss_full", EQUAL_TIME.name):
-        names.append("val_loss")
-    found = [(post_hoc[name], "post hoc") for name in names if post_hoc.get(name)]
-    found.append((run.config.get(f"delta_{names[-1]}", 0.0), "declared"))
-    delta, kind = found[0]
+    is_val_loss = metric.name in ("val_loss_full", EQUAL_TIME.name)
+    declared = "val_loss" if is_val_loss else metric.name
+    delta, kind = post_hoc.get(metric.name) or post_hoc.get(declared), "post hoc"
+    if not delta:
+        delta, kind = run.config.get(f"delta_{declared}", 0.0), "declared"
     if not delta:
         return 0.0, ""
     return float(np.log1p(delta)) if metric.relative else delta, kind
@@ -377,14 +366,21 @@ def at_equal_time(run: Run, baseline: Run) -> float | None:
     return run.metrics["val_loss"] - rate * float(np.log(speed / base_speed))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measured:
-    """One metric of one arm's pairs."""
+    """One metric of those of an arm's pairs that have it."""
 
-    seeds: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)  # of the arm, one a seed
-    differences: list[float] = field(default_factory=list)  # to the baseline, one a seed
-    by_item: list[np.ndarray] = field(default_factory=list)  # HellaSwag alone: (items,) a seed
+    metric: Metric
+    pairs: list[Pair]
+    values: np.ndarray  # (n, 2) of the arm and of the baseline
+    by_item: list[np.ndarray]  # HellaSwag alone: (items,) a pair
+
+    @property
+    def differences(self) -> np.ndarray:
+        """(n,) paired by seed."""
+        if self.metric.relative:
+            return np.log(self.values[:, 0] / self.values[:, 1])
+        return self.values[:, 0] - self.values[:, 1]
 
     def estimate(self) -> Estimate:
         """Estimate the mean difference; seeds are the sample, for HellaSwag its items too.
@@ -393,25 +389,23 @@ class Measured:
         """
         if self.by_item:
             return crossed(np.stack(self.by_item))  # (seeds, items)
-        return paired(np.array(self.differences))
+        return paired(self.differences)
 
-    def caution(self, metric: Metric, runs: list[Run]) -> str:
+    def caution(self) -> str:
         """Say why the metric is not judged, whatever the tests say; "" if it is."""
-        if metric is EQUAL_TIME:
+        if self.metric is EQUAL_TIME:
             return "the exchange rate is an upper estimate, so this is no verdict"
-        problem = next((run.speed_problem for run in runs if run.speed_problem), "")
-        if metric.relative and problem:
+        problems = [run.speed_problem for pair in self.pairs for run in pair if run.speed_problem]
+        if self.metric.relative and problems:
             return (
-                f"speeds {problem} are described, not judged "
+                f"speeds {problems[0]} are described, not judged "
                 "(bench/train.py compares steps in one process)"
             )
         if self.by_item:
             items = len(self.by_item[0])
-            value = np.mean(self.values)
-            base_value = value - np.mean(self.differences)
             # Standard error of the accuracy of guesses, a binomial share.
             se = (CHANCE * (1 - CHANCE) / items) ** 0.5
-            if max(value, base_value) < CHANCE + 2 * se:
+            if self.values.mean(0).max() < CHANCE + 2 * se:
                 return (
                     f"neither can be told from chance on {items} items, "
                     "so nothing follows from a difference or none"
@@ -419,37 +413,25 @@ class Measured:
         return ""
 
 
-def measure(metric: Metric, pairs: list[Pair]) -> tuple[Measured, list[str]]:
-    """Measure a metric on the pairs that have it, and name the seeds of those that do not."""
-    measured = Measured()
-    lacking: list[str] = []
+def values_of(metric: Metric, run: Run, base: Run) -> tuple[float | None, float | None]:
+    """Return a metric of a run and of the baseline's; None where it was not measured."""
+    if metric is EQUAL_TIME:
+        return at_equal_time(run, base), base.metrics["val_loss"]
+    return run.metrics.get(metric.name), base.metrics.get(metric.name)
+
+
+def measure(metric: Metric, pairs: list[Pair]) -> Measured:
+    """Measure a metric on the pairs that have it, HellaSwag all on the same number of items."""
+    found = [pair for pair in pairs if None not in values_of(metric, *pair)]
+    by_item = []
     rule = metric.name.removeprefix("hellaswag_")
-    for run, base in pairs:
-        if metric is EQUAL_TIME:
-            value = at_equal_time(run, base)
-            reference = base.metrics["val_loss"]
-        else:
-            value = run.metrics.get(metric.name)
-            reference = base.metrics.get(metric.name)
-        is_measured = value is not None and reference is not None
-        by_item = None
-        if rule in RULES:
-            by_item = item_differences(run, base, rule)
-            # All pairs of an arm are judged on the same number of items, that of the first.
-            first = measured.by_item[0] if measured.by_item else by_item
-            is_measured = is_measured and by_item is not None and len(by_item) == len(first)
-        if not is_measured:
-            lacking.append(str(run.seed))
-            continue
-        difference = value - reference
-        if metric.relative:
-            difference = float(np.log(value / reference))
-        measured.seeds.append(run.seed)
-        measured.values.append(value)
-        measured.differences.append(difference)
-        if by_item is not None:
-            measured.by_item.append(by_item)
-    return measured, lacking
+    if rule in RULES:
+        rights = [item_differences(*pair, rule) for pair in found]
+        items = max(map(len, rights), default=0)
+        found = [pair for pair, right in zip(found, rights) if len(right) == items > 0]
+        by_item = [right for right in rights if len(right) == items > 0]
+    values = np.array([values_of(metric, *pair) for pair in found])
+    return Measured(metric, found, values, by_item)
 
 
 def compare(
@@ -473,68 +455,62 @@ def compare(
     for metric in (*METRICS.values(), EQUAL_TIME):
         found: dict[str, Measured] = {}
         for arm, its_pairs in pairs.items():
-            measured, lacking = measure(metric, its_pairs)
-            if lacking and len(lacking) < len(its_pairs):
+            measured = measure(metric, its_pairs)
+            lacking = [str(pair.run.seed) for pair in its_pairs if pair not in measured.pairs]
+            if measured.pairs and lacking:
                 left_out.append(
                     f"{metric.name} of {arm} leaves out seed {', '.join(lacking)}: "
                     "not measured alike"
                 )
-            if len(measured.seeds) >= 2:
+            if len(measured.pairs) >= 2:
                 found[arm] = measured
         if not found:
             continue
         first = pairs[next(iter(found))][0].run
         delta, delta_kind = margin(metric, first, post_hoc)
+        is_loss = metric.unit == METRICS["val_loss"].unit and metric is not EQUAL_TIME
         estimates = [measured.estimate() for measured in found.values()]
         # All arms of a metric together: each of them is a test, of difference and of equivalence,
         # and Holm corrects for their number.
         verdicts = decide(estimates, delta, metric.lower_is_better)
-        for arm, estimate, verdict in zip(found, estimates, verdicts, strict=True):
-            measured = found[arm]
-            runs = [run for pair in pairs[arm] for run in pair]
-            is_loss = metric.unit == METRICS["val_loss"].unit and metric is not EQUAL_TIME
-            of_metric = [pair for pair in pairs[arm] if pair.run.seed in measured.seeds]
-            not_judged = measured.caution(metric, runs)
-            no_verdict = lack_of_verdict(arm, baseline, measured, first, diverged)
+        for (arm, measured), estimate, verdict in zip(found.items(), estimates, verdicts):
+            not_judged = measured.caution()
+            no_verdict = lack_of_verdict(arm, baseline, measured.pairs, diverged)
             if not_judged or no_verdict:
                 verdict = replace(verdict, direction="", margin="")
+            is_of_documents = metric.name == "val_loss_full"
             row = Comparison(
                 metric=metric,
                 arm=arm,
                 baseline=baseline,
                 delta=delta,
                 delta_kind=delta_kind,
-                seeds=measured.seeds,
-                differences=np.array(measured.differences),
+                seeds=[pair.run.seed for pair in measured.pairs],
+                differences=measured.differences,
                 estimate=estimate,
                 verdict=verdict,
                 n_arms=len(found),
                 not_judged=not_judged,
                 no_verdict=no_verdict,
                 rate=rate if is_loss else None,
-                text=without_a_document(of_metric) if metric.name == "val_loss_full" else None,
+                text=without_a_document(measured.pairs) if is_of_documents else None,
             )
             rows.append(row)
     return rows, left_out
 
 
-def lack_of_verdict(
-    arm: str, baseline: str, measured: Measured, run: Run, diverged: dict[str, str]
-) -> str:
-    """Say why an arm has no verdict; "" if it has one.
+def lack_of_verdict(arm: str, baseline: str, pairs: list[Pair], diverged: dict[str, str]) -> str:
+    """Say why an arm has no verdict; "" if it has one, or nothing to judge.
 
     Args:
         arm: the arm.
         baseline: what it is compared with.
-        measured: its seeds.
-        run: one of its runs, which declares how many seeds were planned.
+        pairs: its own; they declare how many seeds were planned.
         diverged: arm -> sentence, as `compare` takes it.
     """
     if arm in diverged:
         return diverged[arm]
     if baseline in diverged:
         return f"of {baseline}, {diverged[baseline]}"
-    planned = run.config.get("planned_seeds", 0)
-    if len(measured.seeds) < planned:
-        return f"{len(measured.seeds)} of {planned} planned seeds"
-    return ""
+    planned = pairs[0].run.config.get("planned_seeds", 0) if pairs else 0
+    return f"{len(pairs)} of {planned} planned seeds" if len(pairs) < planned else ""

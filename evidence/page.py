@@ -27,7 +27,8 @@ GRID = "rgba(128, 128, 128, 0.25)"
 CLEAR = "rgba(0, 0, 0, 0)"
 TOKENS = "training tokens (millions)"
 
-Values = Callable[[Run], tuple[np.ndarray, np.ndarray]]  # x (n,) and y (n,) of a run
+# run, figure -> x (n,) and y (n,)
+Values = Callable[[Run, str], tuple[np.ndarray, np.ndarray]]
 
 
 def seed_name(run: Run) -> str:
@@ -109,23 +110,26 @@ def forest(rows: list[Comparison], arms: Arms) -> str:
     return styled(figure, 120 + 45 * len(rows))
 
 
-def lines(arms: Arms, panels: dict[str, Values], x_title: str, log: str = "") -> str:
+def lines(
+    arms: Arms, panels: dict[str, str], values_of: Values, x_title: str, log: str = ""
+) -> str:
     """Draw a line for each run, in panels one below the other; "" without runs.
 
     Args:
         arms: the runs.
-        panels: y label -> what is drawn of a run.
+        panels: y label -> figure.
+        values_of: what is drawn of a run's figure.
         x_title: of the common x axis.
         log: y label of a panel with a logarithmic axis.
     """
     if not any(arms.values()):
         return ""
     figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.05)
-    for place, (label, values_of) in enumerate(panels.items(), 1):
+    for place, (label, figure_name) in enumerate(panels.items(), 1):
         for number, (arm, runs) in enumerate(arms.items()):
             dash = DASHES[number // len(COLORS) % len(DASHES)]
             for run in runs.values():
-                x, y = values_of(run)
+                x, y = values_of(run, figure_name)
                 name = f"{short_name(arm)}, {seed_name(run)}"
                 figure.add_scatter(
                     x=x,
@@ -144,51 +148,55 @@ def lines(arms: Arms, panels: dict[str, Values], x_title: str, log: str = "") ->
     return styled(figure, 120 + 240 * len(panels))
 
 
+def over_evaluations(run: Run, figure: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and val loss, from the second evaluation on."""
+    return run.curve[1:, 0] / 1e6, run.curve[1:, 1]
+
+
+def over_tokens(run: Run, figure: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and a figure of the output; of the stream, at its last norm position."""
+    tokens, found = run.stream(figure)
+    return tokens / 1e6, np.atleast_2d(found.T)[-1]
+
+
+def over_blocks(run: Run, figure: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return norm positions, in blocks, and a figure of the stream at the last evaluation."""
+    _, found = run.stream(figure)
+    last = found[-1] if len(found) else found  # older logs lack some
+    return np.arange(len(last)) / 2, last
+
+
 def losses(arms: Arms) -> str:
-    """Draw the val loss of every run over its tokens, from the second evaluation on."""
-    panels = {"val loss": lambda run: (run.curve[1:, 0] / 1e6, run.curve[1:, 1])}
-    return lines(arms, panels, TOKENS)
+    """Draw the val loss of every run over its tokens."""
+    return lines(arms, {"val loss": "val_loss"}, over_evaluations, TOKENS)
 
 
 def stream(arms: Arms) -> str:
     """Draw the residual stream at every norm position, at the last evaluation; "" without it."""
-
-    def at_positions(name: str) -> Values:
-        def values(run: Run) -> tuple[np.ndarray, np.ndarray]:
-            found = run.stream.get(name, np.zeros(0))  # older logs lack some
-            return np.arange(len(found)) / 2, found
-
-        return values
-
     panels = {
-        "RMS of the stream": at_positions("rms"),
-        "RMS / statistic used": at_positions("drift"),
-        "SD of its logarithm": at_positions("spread"),
-        "share of the mean over channels": at_positions("mean_share"),
+        "RMS of the stream": "rms",
+        "RMS / statistic used": "drift",
+        "SD of its logarithm": "spread",
+        "share of the mean over channels": "mean_share",
     }
     x_title = "block (whole: before attention, half: before the MLP, last: final norm)"
-    return lines(having(arms, "stream"), panels, x_title, log="RMS of the stream")
+    return lines(having(arms, "rms"), panels, over_blocks, x_title, log="RMS of the stream")
 
 
 def output(arms: Arms) -> str:
     """Draw what holds the scale at the output, over training; "" without it."""
-
-    def over_tokens(name: str) -> Values:
-        return lambda run: (run.history["tokens"] / 1e6, run.history[name])
-
     panels = {
-        # the last norm position
-        "RMS at the output": lambda run: (run.history["tokens"] / 1e6, run.history["rms"][:, -1]),
-        "length of the logits": over_tokens("logit_norm"),
-        "radial gradient, nats": over_tokens("radial_gradient"),
+        "RMS at the output": "rms",
+        "length of the logits": "logit_norm",
+        "radial gradient, nats": "radial_gradient",
     }
-    return lines(having(arms, "history"), panels, TOKENS)
+    return lines(having(arms, "logit_norm"), panels, over_tokens, TOKENS)
 
 
-def having(arms: Arms, what: str) -> Arms:
-    """Return the runs whose logs have this."""
+def having(arms: Arms, figure: str) -> Arms:
+    """Return the runs whose logs have this figure of the stream."""
     return {
-        arm: {seed: run for seed, run in runs.items() if getattr(run, what)}
+        arm: {seed: run for seed, run in runs.items() if len(run.stream(figure)[0])}
         for arm, runs in arms.items()
     }
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.plotting import plt, save, style
-from evidence.runs import Run, labels_of
+from evidence.runs import Run
 
 LINE = 1.6  # width of a mean's line, points
 
@@ -23,11 +23,11 @@ def plot_loss(runs: list[Run], target: Path) -> Path:
     if not later.size:
         raise UserError("no evaluation yet: nothing to draw")
     runs = [run for run in runs if len(run.curve)]
-    for index, (run, name) in enumerate(zip(runs, labels_of(runs), strict=True)):
+    for index, run in enumerate(runs):
         tokens, losses = run.curve.T  # (n,) each
         end = "diverged" if run.diverged else f"{losses[-1]:.3f}"
         look = style(index)
-        label = fill(f"{name}: {end}", 100)
+        label = fill(f"{run.name}: {end}", 100)
         axis.plot(tokens / 1e6, losses, label=label, linewidth=LINE, **look)
         millions = [step["step"] * run.start["tokens_per_step"] / 1e6 for step in run.steps]
         train = [step["loss"] for step in run.steps]

@@ -9,7 +9,6 @@ Seeds were paired, but the pairs are not printed, so only an unpaired test can b
 import csv
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from common.stats import (
     ALPHA,
@@ -52,19 +51,17 @@ def estimate_of(row: Row) -> Estimate:
     )
 
 
-def print_verdicts() -> dict[str, Any]:
-    """Print what each row of the table supports, and return it as records."""
+def print_verdicts() -> None:
+    """Print what each row of the table supports."""
     rows = read_table()
     p_holm = holm([estimate_of(row).p_value() for row in rows])
     print(INTRO)
-    found = {}
     for row, corrected in zip(rows, p_holm, strict=True):
-        found[row["metric"]] = print_verdict(row, corrected)
-    return found
+        print_verdict(row, corrected)
 
 
-def print_verdict(row: Row, p_holm: float) -> dict[str, Any]:
-    """Print what one row supports, and return it as a record.
+def print_verdict(row: Row, p_holm: float) -> None:
+    """Print what one row supports.
 
     Args:
         p_holm: p, corrected for all metrics of the table.
@@ -88,14 +85,3 @@ def print_verdict(row: Row, p_holm: float) -> dict[str, Any]:
         f"times {row['sd_unit']}\n  difference {estimate.mean:+.4g}, 95 % interval {interval}"
         f"\n  t = {t:.2f}, p = {verdict.p:.2g}, p Holm = {p_holm:.2g}{equal}\n  {verdict.word}\n"
     )
-    return {
-        "t": t,
-        "p": verdict.p,
-        "p_holm": p_holm,
-        "ci": list(estimate.interval()),
-        "ci_relative": relative,
-        "p_tost": verdict.p_tost,
-        "direction": verdict.direction,
-        "margin_verdict": verdict.margin,
-        "verdict": verdict.word,
-    }

@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import UserError
 from common.fingerprint import data_difference
 from common.old_keys import RETIRED, as_today, chosen_then
-from evidence.archive import SUFFIX, Content, by_run, files_of, read, read_file
+from evidence.archive import SUFFIX, Content, by_run, files_of, read
 
 # Norm keys and their defaults, for older logs that do not record them: those of every norm type
 # (""), and those that one norm type adds.
@@ -202,31 +202,19 @@ class Run:
         """The logged steps whose loss was finite."""
         return [event for event in self.events_of("step") if event["loss"] is not None]
 
-    @cached_property
-    def stream(self) -> dict[str, np.ndarray]:
-        """The residual stream at the last evaluation (training/stream.py).
+    def stream(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """One figure of the residual stream or the output at the n evaluations that measured it.
 
-        "rms", "drift", "spread" and "mean_share" at each of the 2L + 1 norm positions, (2L + 1,)
-        each. Older logs do not have all of them.
+        Args:
+            name: as training/stream.py logs it. "rms", "drift", "spread" and "mean_share" stand at
+                each of the 2L + 1 norm positions, "logit_norm" and "radial_gradient" once.
+
+        Returns:
+            Training tokens (n,), and the figure (n, 2L + 1) or (n,).
         """
-        last = self.last("rms")
-        names = [name for name in ("rms", "drift", "spread", "mean_share") if name in last]
-        return {name: np.array(last[name], dtype=float) for name in names}
-
-    @cached_property
-    def history(self) -> dict[str, np.ndarray]:
-        """The residual stream and the output at all n evaluations.
-
-        "tokens" (n,); "rms" and "drift" at each norm position, (n, 2L + 1) each; "logit_norm" and
-        "radial_gradient" (n,). Empty in logs that do not have them.
-        """
-        events = [event for event in self.events_of("rms") if "logit_norm" in event]
-        if not events:
-            return {}
-        names = ("rms", "drift", "logit_norm", "radial_gradient")
-        found = {name: np.array([event[name] for event in events], dtype=float) for name in names}
-        steps = np.array([event["step"] for event in events])
-        return {**found, "tokens": steps * self.start["tokens_per_step"]}
+        events = [event for event in self.events_of("rms") if name in event]
+        tokens = [event["step"] * self.start["tokens_per_step"] for event in events]
+        return np.array(tokens), np.array([event[name] for event in events], dtype=float)
 
     @property
     def stability(self) -> dict[str, float | None]:
@@ -342,12 +330,6 @@ def _text(value: Any) -> str:
     return repr(text) if " " in text else text
 
 
-def read_log(run: Path) -> list[dict]:
-    """Read the events of a run's log.jsonl, or of a log file. Raises UserError."""
-    path = run / "log.jsonl" if run.is_dir() else run
-    return parse_log(read_file(path), str(path))
-
-
 def parse_log(content: bytes, name: str) -> list[dict]:
     """Parse the events of a log; a last line that was cut off by a kill is left out.
 
@@ -379,7 +361,6 @@ def find_runs(paths: list[Path]) -> list[Run]:
     """
     runs: list[Run] = []
     for path in paths:
-        found: list[Run] = []
         if path.name.endswith(SUFFIX):
             found = in_archive(path)
         elif not path.is_dir() or (path / "log.jsonl").exists():
@@ -420,24 +401,24 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
     return arms
 
 
+def norms_of(run: Run) -> dict[str, Any]:
+    """Return the run's norm type and the values of all norm keys that it reads."""
+    values = {name: _plain(run.norm_value(name)) for name in run.norm_keys}
+    return {"norm_type": run.config["norm_type"], **values}
+
+
 def check_same_norms(first: Run, run: Run) -> None:
     """Raise UserError where two runs of one arm differ in a norm key.
 
     Each is then at the default of its own day, so their arms have the same name; or they were given
     the same one.
     """
-    if run.words != first.words:
-        raise UserError(
-            f"{first.name} and {run.name}: both are named {run.arm}, and are {first.words} and "
-            f"{run.words}: report on them apart"
-        )
-    for name in run.norm_keys.keys() & first.norm_keys:
-        there = _plain(first.config.get(name, first.norm_keys[name]))
-        here = _plain(run.config.get(name, run.norm_keys[name]))
-        if here != there:
+    theirs, ours = norms_of(first), norms_of(run)
+    for name in theirs.keys() & ours:
+        if theirs[name] != ours[name]:
             raise UserError(
-                f"{first.name} and {run.name}: both are {run.arm}, but {name} is {there} and "
-                f"{here}, each the default of its day: report on them apart"
+                f"{first.name} and {run.name}: both are named {run.arm}, but {name} is "
+                f"{theirs[name]} and {ours[name]}: report on them apart"
             )
 
 
@@ -452,17 +433,6 @@ def settings(run: Run) -> dict[str, Any]:
     chosen = {name: _plain(value) for name, value in run.config.items() if name not in NAMES}
     place = {name: run.start.get(name, before) for name, before in PLACE.items()}
     return BEFORE_THE_KEY | chosen | place | {"torch": run.start["versions"]["torch"]}
-
-
-def labels_of(runs: list[Run]) -> list[str]:
-    """Return each run's name with those of its settings that are not the same in all runs."""
-    own = [settings(run) for run in runs]
-    names = sorted({name for values in own for name in values})
-    differing = [name for name in names if any(v.get(name) != own[0].get(name) for v in own)]
-    return [
-        " ".join([run.name, *(f"{name}={values.get(name)}" for name in differing)])
-        for run, values in zip(runs, own, strict=True)
-    ]
 
 
 def difference_in_data(run: Run, baseline: Run) -> str:
@@ -494,13 +464,11 @@ def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -
     return difference_in_data(run, baseline)
 
 
-def item_differences(run: Run, baseline: Run, rule: str) -> np.ndarray | None:
+def item_differences(run: Run, baseline: Run, rule: str) -> np.ndarray:
     """Return right (1) less right (1) on each of m HellaSwag items: float (m,) of -1, 0 and 1.
 
-    None unless both runs scored the same items.
+    Empty unless both runs scored the same items.
     """
-    if not run.items or not baseline.items:
-        return None
     if not np.array_equal(run.items["item"], baseline.items["item"]):
-        return None
+        return np.zeros(0)
     return run.items[rule].astype(float) - baseline.items[rule].astype(float)

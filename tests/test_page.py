@@ -35,56 +35,51 @@ def browser():
         browser.close()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
-def test_the_page_shows_the_report(out, browser, width, scheme):
-    page = browser.new_context(
-        viewport={"width": width, "height": 800}, color_scheme=scheme
-    ).new_page()
-    said, asked = [], []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
+@pytest.fixture
+def page(out, browser, request):
+    """The page, in a window of this width and colour scheme, with its pictures drawn."""
+    width, scheme = getattr(request, "param", (1200, "light"))
+    size = {"width": width, "height": 800}
+    page = browser.new_context(viewport=size, color_scheme=scheme).new_page()
+    page.said = []
+    page.on("console", lambda message: page.said.append(message.text))
+    page.on("pageerror", lambda error: page.said.append(str(error)))
+    page.on("request", lambda request: page.said.append(request.url))
     page.goto(f"file://{out / 'report.html'}")
     page.wait_for_function("document.querySelectorAll('.main-svg').length > 5")
-    assert not said and asked == [f"file://{out / 'report.html'}"]
+    return page
+
+
+@pytest.mark.parametrize("page", [(1200, "light"), (390, "dark")], indirect=True)
+def test_the_page_shows_the_report(out, page):
+    assert page.said == [page.url]  # no error, and nothing that a network would be needed for
     shown = page.eval_on_selector_all(
         "tr[data-arm]",
         "rows => rows.map(row => [row.dataset.arm, ...[...row.cells].map(c => c.innerText)])",
     )
-    table = [
-        row for row in csv.DictReader((out / "report.csv").open()) if row["metric"] != "tok_per_s"
-    ]
-    for row in table:
-        if row["verdict"] == "not judged":
-            continue
-        [cells] = [cells for cells in shown if cells[:2] == [row["arm"], row["metric"]]]
-        assert cells[3:6] == [
-            row["verdict"],
-            row["n_seeds"],
-            f"{float(row['mean_difference']):+.4f}",
-        ]
+    for row in csv.DictReader((out / "report.csv").open()):
+        if row["metric"] != "tok_per_s" and row["verdict"] != "not judged":
+            [cells] = [cells for cells in shown if cells[:2] == [row["arm"], row["metric"]]]
+            difference = f"{float(row['mean_difference']):+.4f}"
+            assert cells[3:6] == [row["verdict"], row["n_seeds"], difference]
     font = page.evaluate("document.querySelector('.js-plotly-plot').layout.font.color")
-    assert font == ("#222" if scheme == "light" else "#ddd")
+    is_dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    assert font == ("#ddd" if is_dark else "#222")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert (out / "report.html").stat().st_size < 6e6  # small enough to send
 
 
-def test_what_is_switched_off_is_gone(out, browser):
-    page = browser.new_page()
-    page.goto(f"file://{out / 'report.html'}")
-    page.wait_for_function("document.querySelectorAll('.main-svg').length > 5")
-    for name in ("taper", "seed 9"):
+def test_what_is_switched_off_is_gone(page):
+    off = {"taper", "seed 9"}
+    for name in off:
         page.uncheck(f'input[value="{name}"]')
-    assert not page.is_visible('tr[data-arm="taper"]') and page.is_visible('tr[data-arm="rms"]')
+    assert not page.is_visible('tr[data-arm="taper"]')
+    assert page.is_visible('tr[data-arm="taper --taper_final=True"]')
     lines = page.evaluate(
         "[...document.querySelectorAll('.js-plotly-plot')]"
         ".flatMap(plot => plot.data.map(line => [line.meta, line.visible]))"
     )
-    off = {tuple(meta) for meta, visible in lines if not visible}
-    assert {meta for meta in off if "taper" not in meta and "seed 9" not in meta} == set()
-    assert {tuple(meta) for meta, _ in lines if {"taper", "seed 9"} & {*meta}} == off
+    for meta, is_visible in lines:
+        assert is_visible == off.isdisjoint(meta)
     page.check('input[value="taper"]')
     assert page.is_visible('tr[data-arm="taper"]')
-
-
-def test_a_page_is_small_enough_to_send(out):
-    assert (out / "report.html").stat().st_size < 6e6

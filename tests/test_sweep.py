@@ -272,8 +272,7 @@ def test_workers_share_out_the_runs(data, tmp_path):
     held.mkdir(parents=True)
     waiter = [sys.executable, "-c", "import sys; print('here', flush=True); sys.stdin.read()"]
     holder = subprocess.Popen(
-        [sys.executable, "-m", "evidence.claim", str(held), *waiter],
-        cwd=ROOT,
+        ["flock", held / "claim", *waiter],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

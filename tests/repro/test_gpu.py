@@ -76,8 +76,6 @@ def understood(words: list[str]) -> str:
     if words[0] == "repro/gpu_first.py":
         assert words[1].partition("=")[0] in gpu_first.__doc__ and words[2] in gpu_first.PROGRAMS
         words = words[2:]
-    elif words[:2] == ["-m", "evidence.claim"]:  # becomes the command behind it
-        words = words[words.index("train.py") :]
     elif words[:2] == ["-m", "pytest"]:
         files = [word for word in words if word.startswith("tests/")]
         assert files and all((ROOT / file).is_file() for file in files)
