@@ -13,8 +13,8 @@
 
 An arm is a norm type with its norm keys, such as "coupled --coupled_span=2", or the name that it
 was given (sweep.sh, or train.py's key `arm`). Every arm is compared with the baseline, seed by
-seed. The margins of equivalence are those that the runs declared (train.py's keys of the same
-names); one that is given here is labelled post hoc.
+seed. The margins of equivalence are those that the runs declared (train.py's keys delta_...); one
+of val loss that is given here is labelled post hoc.
 """
 
 import csv
@@ -332,13 +332,13 @@ class Report:
         return [row for row in self.rows if row.not_judged]
 
 
-def make_report(arms: Arms, baseline: str, deltas: dict[str, float]) -> Report:
+def make_report(arms: Arms, baseline: str, delta: float) -> Report:
     """Pair and compare runs.
 
     Args:
         arms: all runs.
         baseline: an arm.
-        deltas: metric -> margin, post hoc; 0 for none.
+        delta: margin of val loss, post hoc; 0 for none.
 
     Raises:
         UserError: the runs cannot be compared.
@@ -346,7 +346,7 @@ def make_report(arms: Arms, baseline: str, deltas: dict[str, float]) -> Report:
     pairs, left_out = pair_by_seed(arms, baseline)
     alike = like_baseline(arms, baseline)
     diverged = diverged_arms(alike)
-    rows, not_measured = compare(pairs, baseline, deltas, diverged)
+    rows, not_measured = compare(pairs, baseline, delta, diverged)
     bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
     # Without any pair, all runs of the baseline stay.
     compared = {baseline: bases or arms[baseline]}
@@ -433,10 +433,6 @@ class ReportConfig:
     pictures: bool = key(True, "make report.html, which has pictures")
     published: bool = key(False, "judge CoupledNorm's Table 1, and nothing else")
     delta_val_loss: float = key(0.0, "margin of val_loss and val_loss_full, post hoc", least=0.0)
-    delta_train_loss: float = key(0.0, "margin of train_loss, post hoc", least=0.0)
-    delta_hellaswag_acc: float = key(0.0, "margin of hellaswag_acc, post hoc", least=0.0)
-    delta_hellaswag_acc_norm: float = key(0.0, "margin of hellaswag_acc_norm, post hoc", least=0.0)
-    delta_tok_per_s: float = key(0.0, "margin of tok_per_s, a share, post hoc", least=0.0)
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -454,7 +450,7 @@ def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
 
 
 def page_of(report: Report) -> bytes:
-    """Return report.html: what report.md says, with pictures that answer the pointer."""
+    """Return report.html: verdicts, and pictures that answer the pointer."""
     arms, rows = report.compared, report.judged
     sections = {"Verdicts": f"<p>{ALONE}</p>"}
     if rows:
@@ -551,8 +547,7 @@ def main(argv: list[str]) -> None:
             print(f"wrote {plot_loss(runs, Path(config.plot or out / 'loss.png'))}")
         print("for a comparison of several seeds: --baseline=NORM_TYPE --out=DIR")
         return
-    deltas = {name: getattr(config, f"delta_{name}", 0.0) for name in METRICS}
-    report = make_report(by_arm(runs), config.baseline, deltas)
+    report = make_report(by_arm(runs), config.baseline, config.delta_val_loss)
     write_report(report, out, config.pictures)
     first = out / ("report.html" if config.pictures else "report.md")
     print(f"{said(report)}\n\nwrote {first}, and beside it tables and CSV files")

@@ -292,20 +292,20 @@ def diverged_arms(alike: Arms) -> dict[str, str]:
     return found
 
 
-def margin(metric: Metric, run: Run, post_hoc: dict[str, float]) -> tuple[float, str]:
+def margin(metric: Metric, run: Run, post_hoc: float) -> tuple[float, str]:
     """Return the margin of equivalence and where it comes from.
 
-    The runs declare it, all the same one, unless `post_hoc` gives one now. The margin of a relative
-    metric becomes a difference of logarithms, as the differences are. (0.0, "") for no margin.
+    The runs declare it, all the same one, unless `post_hoc` gives one of val loss now. The margin
+    of a relative metric becomes a difference of logarithms, as the differences are. (0.0, "") for
+    no margin.
     """
-    is_val_loss = metric.name in ("val_loss_full", EQUAL_TIME.name)
-    declared = "val_loss" if is_val_loss else metric.name
-    delta, kind = post_hoc.get(metric.name) or post_hoc.get(declared), "post hoc"
-    if not delta:
-        delta, kind = run.config.get(f"delta_{declared}", 0.0), "declared"
+    is_val_loss = metric.name in ("val_loss", "val_loss_full", EQUAL_TIME.name)
+    if is_val_loss and post_hoc:
+        return post_hoc, "post hoc"
+    delta = run.config.get(f"delta_{'val_loss' if is_val_loss else metric.name}", 0.0)
     if not delta:
         return 0.0, ""
-    return float(np.log1p(delta)) if metric.relative else delta, kind
+    return float(np.log1p(delta)) if metric.relative else delta, "declared"
 
 
 def exchange_rate(run: Run) -> float | None:
@@ -435,12 +435,12 @@ def measure(metric: Metric, pairs: list[Pair]) -> Measured:
 
 
 def compare(
-    pairs: Pairs, baseline: str, post_hoc: dict[str, float], diverged: dict[str, str]
+    pairs: Pairs, baseline: str, post_hoc: float, diverged: dict[str, str]
 ) -> tuple[list[Comparison], list[str]]:
     """Compare every arm with the baseline in every metric.
 
     Args:
-        post_hoc: metric -> margin of equivalence that was not declared before the runs; 0: none.
+        post_hoc: margin of val loss that was not declared before the runs; 0: none.
         diverged: arm -> sentence, for arms of which some seeds diverged. The seeds that are left
             are no fair sample, so they get no verdict.
 

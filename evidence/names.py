@@ -4,9 +4,6 @@ The CSV files keep the full arm, which sweep.sh takes. An arm that was given a n
 """
 
 import shlex
-import zlib
-
-LONGEST = 40  # characters; a longer name is cut
 
 
 def short_name(arm: str) -> str:
@@ -21,9 +18,4 @@ def short_name(arm: str) -> str:
         name, _, value = key.removeprefix("--").partition("=")
         name = name.removeprefix(f"{norm_type}_")
         parts.append(name if value in ("", "True") else f"{name}={value}")
-    short = " ".join(parts)
-    if len(short) <= LONGEST:
-        return short
-    # Two long names may be alike up to where they are cut.
-    mark = f"… {zlib.crc32(arm.encode()):08x}"
-    return short[: LONGEST - len(mark)] + mark
+    return " ".join(parts)

@@ -201,15 +201,13 @@ def having(arms: Arms, figure: str) -> Arms:
     }
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[Any]], arms: Iterable[str] = ()) -> str:
-    """Return an HTML table; with `arms`, one for each row, a row goes with its arm's switch."""
-    marks = [f' data-arm="{html.escape(arm)}"' for arm in arms]
-    head = "".join(f"<th>{html.escape(cell)}" for cell in header)
-    body = []
-    for place, row in enumerate(rows):
+def table(header: Iterable[str], rows: Iterable[Iterable[Any]], arms: Iterable[str]) -> str:
+    """Return an HTML table, of which each row goes with its arm's switch."""
+    lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}' for cell in header)}"]
+    for arm, row in zip(arms, rows, strict=True):
         cells = "".join(f"<td>{html.escape(str(cell).strip('*`'))}" for cell in row)
-        body.append(f"<tr{marks[place] if marks else ''}>{cells}")
-    return f'<div class="wide"><table><tr>{head}{"".join(body)}</table></div>'
+        lines.append(f'<tr data-arm="{html.escape(arm)}">{cells}')
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
 def switches(arms: Arms) -> str:

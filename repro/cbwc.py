@@ -155,13 +155,21 @@ def train(model: NormMLP, config: CbwcConfig, seed: int, optimizer: str = "sgd")
     for _ in range(config.epochs):
         losses = []
         for batch in torch.randperm(config.images, generator=order).split(256):
-            loss = F.cross_entropy(model(images[batch]), targets[batch])
-            update.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            update.step()
-            losses.append(loss.item())
+            logits = model(images[batch])
+            losses.append(take_step(model, update, logits, targets[batch]))
         yield float(np.mean(losses))
+
+
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, logits: Tensor, targets: Tensor
+) -> float:
+    """Take an optimiser step down the cross-entropy, and return it."""
+    loss = F.cross_entropy(logits, targets)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
 
 
 @torch.no_grad()
@@ -376,12 +384,7 @@ def train_classifier(model: GPT, config: CbwcConfig, seed: int, texts: list[Tens
             group["lr"] = learning_rate(step, "cosine", 50, config.steps, 2e-3, 2e-4, 0.2)
         torch.manual_seed(zlib.crc32(f"{seed} {step}".encode()))  # dropout's stream
         ids, targets = draw(texts, 32, stream)
-        loss = F.cross_entropy(classify(model, ids), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(model, optimizer, classify(model, ids), targets))
     return losses
 
 

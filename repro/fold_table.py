@@ -1,16 +1,14 @@
 """Fold the LayerNorms of many architectures with random weights, and check each fold.
 
-    python repro/fold_table.py --study=table3 --out=results/fold
+    python repro/fold_table.py --study=table3
         the paper's Table 3 beside ours, and small models of transformers: models.jsonl, README.md
-    python repro/fold_table.py --out=results/fold
+    python repro/fold_table.py
         small models of timm, torchvision and transformers: table.jsonl, table.md
-    python repro/fold_table.py --models=timm/cait_xxs24_224,torchvision/swin_t
-        these alone, on the screen
 
-Models that the JSONL file holds are not measured again, but for those that --models names. Each
-model runs in a process of its own, with a limit of time and of memory. Gains, biases and means are
-moved away from their initial values. Every fold has a certificate, in float64. Beside it, the
-folded models and the original are compared on fresh inputs of another batch size.
+Models that the JSONL file holds are not measured again. Each model runs in a process of its own,
+with a limit of time and of memory. Gains, biases and means are moved away from their initial
+values. Every fold has a certificate, in float64. Beside it, the folded models and the original are
+compared on fresh inputs of another batch size.
 """
 
 import dataclasses
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from common.environment import environment, installed
-from common.errors import ConfigError, FoldError, failure_line, run_program
+from common.errors import FoldError, failure_line, run_program
 from common.output import markdown, read_json, write_bytes_atomically, writing
 from configurator import key, parse_args
 from fold import analyze, fold
@@ -63,8 +61,7 @@ class TableConfig:
     """Keys of fold_table.py."""
 
     study: str = key("zoo", "which models", tuple(STUDIES))
-    models: str = key("", "names of models, separated by commas ('': all)")
-    out: str = key("", "folder for the JSONL file and the page ('': the screen alone)")
+    out: str = key("results/fold", "folder for the JSONL file and the page")
     seconds: int = key(300, "limit of a model's time", least=1)
     gigabytes: int = key(12, "limit of a model's address space", least=1)
 
@@ -281,30 +278,21 @@ same for fresh inputs of another batch size, computed apart from the certificate
 
 def main(argv: list[str]) -> None:
     config, _ = parse_args(TableConfig, argv, __doc__)
-    everything, data, name_of_page = STUDIES[config.study]
-    names = config.models.split(",") if config.models else everything
-    if unknown := {*names} - {*everything}:
-        raise ConfigError(f"models={min(unknown)}: the study {config.study} has no such model")
+    names, data, name_of_page = STUDIES[config.study]
     out = Path(config.out)
     place = environment(torch.device("cpu"))
     place["versions"] |= installed("timm", "torchvision", "transformers")
-    stored = read_json(out / data) if config.out else []
-    records = {record["model"]: record for record in stored}
+    made = {"git": place["git"], "versions": place["versions"], "date": time.strftime("%Y-%m-%d")}
+    records = {record["model"]: record for record in read_json(out / data)}
     with writing(out):
         for name in names:
-            if name in records and not config.models:
-                continue
-            record = {"model": name} | measure_in_child(name, config)
-            record |= {"git": place["git"], "versions": place["versions"]}
-            record["date"] = time.strftime("%Y-%m-%d")
-            print(json.dumps(record), flush=True)
-            records[name] = record
-            if config.out:
-                lines = [json.dumps(records[n]) + "\n" for n in everything if n in records]
+            if name not in records:
+                records[name] = {"model": name} | measure_in_child(name, config) | made
+                print(json.dumps(records[name]), flush=True)
+                lines = [json.dumps(records[n]) + "\n" for n in names if n in records]
                 write_bytes_atomically(out / data, "".join(lines).encode())
-        if config.out:
-            ordered = [records[name] for name in everything if name in records]
-            write_bytes_atomically(out / name_of_page, page(config.study, ordered).encode())
+        ordered = [records[name] for name in names]
+        write_bytes_atomically(out / name_of_page, page(config.study, ordered).encode())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@
 
 sync              warn where the host waits for the GPU
 cudnn             attention by cuDNN alone
-FA3, FA4          attention by FlashAttention 3 or 4, if it is installed
 aten              PyTorch's own RMSNorm, where torch >= 2.13 puts quack's in its place
 warps=N           warps of a backward kernel on each multiprocessor (kernels/rows.py has 32)
 optimize_ddp=...  whether torch.compile cuts the model where DDP's buckets end (True or False)
@@ -43,8 +42,6 @@ def apply(setting: str) -> AbstractContextManager:
         torch.cuda.set_sync_debug_mode("warn")
     elif name == "cudnn":
         return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-    elif name in ("FA3", "FA4"):
-        torch.nn.attention.activate_flash_attention_impl(name)
     elif name == "aten":
         from torch._native.registry import deregister_op_overrides
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import run_program
 from common.output import markdown, write_bytes_atomically
-from evidence.runs import read_log
+from evidence.runs import Run
 
 STEPS = (1, 500, 1000, 1500, 2000)
 # Norm type -> parameters, and training loss of one batch at each of STEPS. As printed in the
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
         final = {}
         for norm in CHAPTER:
             source = runs / f"{init}-{norm}"
-            log = read_log(source)
+            log = Run(source).events
             shutil.copyfile(source / "log.jsonl", target / f"{init}-{norm}.jsonl")
             losses = {record["step"]: record["loss"] for record in log if record["event"] == "step"}
             val = [record["val_loss"] for record in log if record["event"] == "eval"][-1]

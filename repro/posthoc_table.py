@@ -6,7 +6,7 @@ table with intervals.
     python repro/posthoc_table.py results/cpu/posthoc
         the table again, from windows.jsonl.xz
 
-Writes windows.jsonl.xz, table.md and models.jsonl. Val loss and KL(teacher || model) are in nats a
+Writes windows.jsonl.xz and table.md. Val loss and KL(teacher || model) are in nats a
 token, a token is a byte; the first position of a window is left out of the KL, not of the loss,
 where it predicts the second byte. Each seed has a teacher of its own. Differences to it are paired
 by window, over all whole windows of every document of the file. With one seed their intervals count
@@ -36,7 +36,7 @@ from common.stats import Estimate, clustered, crossed
 from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
 from evidence.archive import locked
-from evidence.runs import read_log
+from evidence.runs import Run
 from load import load_model
 from model import GPT
 from posthoc.coupling import BATCH, Calibration, first_plan, text_windows, view
@@ -46,7 +46,6 @@ CALIBRATION = 16  # windows
 WINDOWS = "windows.jsonl.xz"
 TEACHER = "teacher"
 CONTROL = "teacher trained on"
-OF_WINDOWS = ("model", "seed", "losses", "kls")
 
 
 def all_windows(text: str, meta: dict, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,11 +117,10 @@ def settings_of(runs: Path, seed: int) -> dict[str, Any]:
     Raises ConfigError if they differ.
     """
     own: dict[str, Any] = {}
-    for name in ("student-0", "student-1", "teacher-longer", "teacher"):
+    for name in ("student-0", "student-1", "teacher-longer", TEACHER):
         run = runs / f"{name}-{seed}"
-        config = read_log(run)[0]["config"]
-        keys = ("dtype",) if name == "teacher" else ("dtype", "learning_rate")
-        for key in keys:
+        config = Run(run).config
+        for key in ("dtype",) if name == TEACHER else ("dtype", "learning_rate"):
             if config[key] != own.setdefault(key, config[key]):
                 raise ConfigError(
                     f"{run}: has {key}={config[key]}, the student {own[key]}: remove the older "
@@ -221,87 +219,43 @@ def difference(differences: np.ndarray, documents: np.ndarray) -> Estimate:
     return crossed(means + parts * parts.shape[1] / len(documents))
 
 
-def interval(differences: np.ndarray, documents: np.ndarray) -> list[float]:
-    """Return the mean of a difference and its interval, as `difference` takes them."""
+def spanned(differences: np.ndarray, documents: np.ndarray, form: str = "{:+.3%}") -> str:
+    """Write the mean of a difference and its interval, in percent or in another form."""
     estimate = difference(differences, documents)
-    return [estimate.mean, *estimate.interval()]
-
-
-def described(name: str, losses: dict[str, np.ndarray], documents: np.ndarray) -> dict[str, Any]:
-    """Return the row of a model: differences to the teachers, and of a student to its control.
-
-    Args:
-        name: of the model.
-        losses: model -> (n seeds, N windows).
-        documents: the document of each window, (N,).
-    """
-    row: dict[str, Any] = {"model": name, "val_loss": float(losses[name].mean())}
-    if name == TEACHER:
-        return row
-    above = losses[name] - losses[TEACHER]
-    shares = above / losses[TEACHER].mean(1, keepdims=True)  # of the loss of each seed's teacher
-    row["difference"], *row["interval"] = interval(above, documents)
-    row["relative"], *row["relative_interval"] = interval(shares, documents)
-    row["each_seed"] = [interval(share[None], documents) for share in shares]
-    if name.endswith("distilled"):
-        row["control"] = interval(losses[name] - losses[CONTROL], documents)
-    return row
-
-
-def spanned(mean: float, low: float, high: float, form: str = "{:+.3%}") -> str:
-    """Write an estimate and its interval, in percent or in another form."""
-    return "{} ({} .. {})".format(*(form.format(value) for value in (mean, low, high)))
+    numbers = [form.format(value) for value in (estimate.mean, *estimate.interval())]
+    return "{} ({} .. {})".format(*numbers)
 
 
 def write_table(results: Path) -> None:
-    """Write models.jsonl and table.md from windows.jsonl.xz."""
+    """Write table.md from windows.jsonl.xz."""
     head, models = read_windows(results)
     documents = np.array(head["documents"])
     losses = {name: np.array([row["losses"] for row in rows]) for name, rows in models.items()}
-    found = []
     cells = []
+    each_seed = []
+    controls = ""
     for name, rows in models.items():
-        row = described(name, losses, documents)
-        row |= {
-            "kl": float(np.mean([record["kls"] for record in rows])),
-            # under which settings, and where, it was trained and judged
-            "seeds": {
-                record["seed"]: {key: record[key] for key in record if key not in OF_WINDOWS}
-                for record in rows
-            },
-            "learning_rate": head["learning_rate"],
-            "length": head["length"],
-            "windows": len(documents),
-            "documents": len(set(documents.tolist())),
-        }
-        found.append(row)
+        above = losses[name] - losses[TEACHER]  # (n seeds, N windows)
+        shares = above / losses[TEACHER].mean(
+            1, keepdims=True
+        )  # of the loss of each seed's teacher
         shown = ["", ""]
         if name != TEACHER:
-            shown = [
-                spanned(row["difference"], *row["interval"], "{:+.5f}"),
-                spanned(row["relative"], *row["relative_interval"]),
-            ]
-        cells.append([name, f"{row['val_loss']:.5f}", *shown, f"{row['kl']:.2e}"])
+            shown = [spanned(above, documents, "{:+.5f}"), spanned(shares, documents)]
+            each_seed.append([name, *(spanned(share[None], documents) for share in shares)])
+        kl = np.mean([row["kls"] for row in rows])
+        cells.append([name, f"{losses[name].mean():.5f}", *shown, f"{kl:.2e}"])
+        if name.endswith("distilled"):
+            less = spanned(losses[name] - losses[CONTROL], documents, "{:+.5f}")
+            controls += f"\n{name}, less the teacher trained on with the same seed: {less}.\n"
     header = ["model", "val loss", "difference to the teacher", "relative", "KL"]
     seeds = [str(record["seed"]) for record in models[TEACHER]]
     text = f"Seeds {', '.join(seeds)}, learning rate {head['learning_rate']:g}.\n\n"
     text += markdown(header, cells) + "\n"
     if len(seeds) > 1:
         text += "\nRelative, each seed against its own teacher, 95 % intervals over documents:\n\n"
-        each = [
-            [row["model"], *(spanned(*estimate) for estimate in row["each_seed"])]
-            for row in found
-            if row["model"] != TEACHER
-        ]
-        text += markdown(["model", *(f"seed {seed}" for seed in seeds)], each) + "\n"
-    for row in found:
-        if "control" in row:
-            text += (
-                f"\n{row['model']}, less the teacher trained on with the same seed: "
-                f"{spanned(*row['control'], '{:+.5f}')}.\n"
-            )
-    lines = "".join(json.dumps(row) + "\n" for row in found)
-    write_bytes_atomically(results / "models.jsonl", lines.encode())
+        text += markdown(["model", *(f"seed {seed}" for seed in seeds)], each_seed) + "\n"
+    text += controls
     write_bytes_atomically(results / "table.md", text.encode())
     print(text)
 

@@ -1,7 +1,7 @@
-"""Which norm? Archives of runs -> the card, its tables and its figures.
+"""Which norm? Archives of runs -> the card, its tables and its figure.
 
     python -m repro.which_norm
-        results/cpu/which_norm: README.md, card.png, rates.png; and, between markers, the card in
+        results/cpu/which_norm: README.md and card.png; and, between markers, the card in
         docs/which_norm.md, its picture and first sentence in README.md
     python -m repro.which_norm results/30m/which_norm/rates-W.tar.xz
         the rate of each arm, from its curve over the learning rate
@@ -520,7 +520,7 @@ def page() -> str:
         too_high_table(),
         "## Learning rates (selection seeds; no verdicts)",
         "val_loss_full, nats a byte: the mean over the seeds at that rate, the second seed cleared "
-        "of its mean difference from the first.\n\n![Loss over the learning rate](rates.png)",
+        "of its mean difference from the first.",
         *(f"{shape}:\n\n{rates_table(curves(shape))}" for shape in SHAPES),
         f"## Margin\n\nNats for e times the tokens: {slopes}. 1,000 steps are 2 M tokens.",
         margin_table(),
@@ -540,17 +540,16 @@ def put(path: Path, text: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Write the card, its tables and figures; or print the rates of the archives in `argv`."""
+    """Write the card, its tables and its figure; or print the rates of the archives in `argv`."""
     if argv:
         print(rates_table(curves_of(find_runs([Path(word) for word in argv]))))
         return
-    from repro.which_norm_figure import draw_card, draw_curves
+    from repro.which_norm_figure import draw_card
 
     with writing(OUT):
         write_bytes_atomically(OUT / "README.md", page().encode())
         rows = {arm: [difference_of(arm, name) for name in NAMES] for arm in ON_CARD}
         draw_card(headline(), rows, NAMES, declared_margin(), worth(), OUT / "card.png")
-        draw_curves({shape: curves(shape) for shape in SHAPES}, BASELINE, OUT / "rates.png")
     put(ROOT / "docs/which_norm.md", card())
     picture = "![Losses of norms minus that of rms, and what other settings are worth]"
     put(ROOT / "README.md", f"{picture}(results/cpu/which_norm/card.png)\n\n**{headline()}**")

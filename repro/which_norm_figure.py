@@ -1,16 +1,12 @@
-"""The figures of the study "which norm?"; repro/which_norm.py gives the numbers."""
+"""The figure of the study "which norm?"; repro/which_norm.py gives the numbers."""
 
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
 
 from common.plotting import COLORS, save, style
-
-HIGHEST = 0.3  # nats above the best of `rms` that a panel of rates shows
-COLUMNS = 4  # of panels
 
 
 def draw_card(
@@ -56,45 +52,4 @@ def draw_card(
     bars.set_yticks(range(len(worth)), worth)
     bars.invert_yaxis()
     bars.set_xlabel("worth to rms in the wide shape, nats")
-    save(figure, target)
-
-
-def draw_curves(curves: dict[str, dict[str, Any]], baseline: str, target: Path) -> None:
-    """Draw the loss over the learning rate: a panel for each arm, with the baseline in grey.
-
-    Args:
-        curves: shape -> arm -> Curve.
-        baseline: name of an arm.
-        target: file.
-    """
-    shown = [arm for arm in next(iter(curves.values())) if arm != baseline and " " not in arm]
-    rows = -(-len(shown) // COLUMNS)  # rounded up
-    figure, axes = plt.subplots(
-        rows, COLUMNS, figsize=(9, 2.1 * rows), sharex=True, sharey=True, layout="constrained"
-    )
-    for axis, arm in zip(axes.flat, shown, strict=False):
-        for index, (shape, found) in enumerate(curves.items()):
-            zero = found[baseline].at(found[baseline].best)
-            looks = {
-                baseline: {"color": "0.7", "label": f"{baseline}, {shape}"},
-                arm: style(index) | {"label": f"the arm, {shape}"},
-            }
-            for name, look in looks.items():
-                rates = sorted(found[name].losses)
-                above = [found[name].at(rate) - zero for rate in rates]
-                finite = np.where(np.isfinite(above), above, np.nan)  # a run that diverged has none
-                axis.plot(rates, finite, linestyle="--" if index else "-", **look)
-            axis.axvline(found[arm].chosen, color=COLORS[index], linewidth=0.8, linestyle=":")
-        axis.set_title(arm, fontsize=9)
-        axis.set_xscale("log", base=2)
-        axis.set_ylim(-0.1, HIGHEST)
-    rates = sorted(
-        {rate for found in curves.values() for arm in shown for rate in found[arm].losses}
-    )
-    axes[0, 0].set_xticks(rates, [f"{1000 * rate:g}" for rate in rates])
-    axes[0, 0].legend(fontsize=7)
-    figure.suptitle(
-        f"Loss over the learning rate / 0.001, nats above the best of {baseline}; dotted: chosen",
-        fontsize=10,
-    )
     save(figure, target)

@@ -15,7 +15,6 @@ from statsmodels.stats.weightstats import DescrStatsW
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cpu"
 PLAN = tomllib.loads((RESULTS.parents[1] / "repro" / "which_norm.toml").read_text())
 SHAPES = PLAN["scales"]["cpu"]["shapes"]
-FIRST, SECOND = PLAN["rates"]["seeds"]
 JUDGED = range(200, 216)
 # column of the card -> archives with the number of tests of their family, and seeds
 COLUMNS = {
@@ -143,34 +142,6 @@ def both_shapes(bound: float) -> dict[str, float]:
             tests = [DescrStatsW(value).ttest_mean(bound, "smaller")[1] for value in values]
             p_values[arm] = max(tests)
     return adjusted(p_values, 4)
-
-
-def curve(shape: str, arm: str) -> dict[float, float]:
-    """Return learning rate -> loss, the second seed cleared of its mean difference."""
-    by_rate: dict[float, dict[int, float]] = {}
-    for run in of_arm(f"which_norm/rates-{shape}", arm):
-        by_rate.setdefault(run["learning_rate"], {})[run["seed"]] = run["loss"]
-    both = [seeds[SECOND] - seeds[FIRST] for seeds in by_rate.values() if SECOND in seeds]
-    shift = np.mean([value for value in both if math.isfinite(value)] or [0.0])
-    return {
-        rate: np.mean([loss - (shift if seed == SECOND else 0.0) for seed, loss in seeds.items()])
-        for rate, seeds in sorted(by_rate.items())
-    }
-
-
-def vertex(mean: dict[float, float]) -> float:
-    """Return the vertex of the parabola through three points, by divided differences."""
-    order = list(mean)
-    best = min(order, key=mean.get)
-    place = order.index(best)
-    near = order[max(0, place - 1) : place + 2]
-    if len(near) < 3 or not all(math.isfinite(mean[rate]) for rate in near):
-        return best
-    x = [math.log2(rate) for rate in near]
-    left, right = ((mean[near[i + 1]] - mean[near[i]]) / (x[i + 1] - x[i]) for i in (0, 1))
-    bend = (right - left) / (x[2] - x[0])
-    lowest = (x[0] + x[1]) / 2 - left / (2 * bend)
-    return float(f"{2 ** min(max(lowest, x[1] - 0.5), x[1] + 0.5):.1e}")
 
 
 def worth() -> dict[str, float]:

@@ -123,7 +123,7 @@ def test_the_root_holds_what_people_run_or_read_first():
     [
         ("fold", {"model", "norms", "hf", "load", "transformers"}),
         ("kernels", {"model", "norms", "fold"}),
-        ("evidence.plots", {"torch", "model"}),
+        ("report", {"torch", "model"}),
         ("hf.weights", {"transformers"}),
     ],
 )

@@ -10,6 +10,7 @@ import lzma
 import math
 import shutil
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from torch.nn.functional import cross_entropy, kl_div
 pytest.importorskip("transformers")
 
 from common.errors import ConfigError
-from common.output import read_json
 from common.stats import clustered, crossed
 from model import GPT
 from repro import (
@@ -32,7 +32,6 @@ from repro import (
     fold_table,
     mygpt_table,
     posthoc_table,
-    taper_output,
 )
 
 RESULTS = ROOT / "results"
@@ -48,11 +47,6 @@ def mygpt(folder):
     mygpt_table.main([str(folder / "runs"), str(folder)])
 
 
-def taper(folder):
-    page = taper_output.page(read_json(folder / "output_end.jsonl"))
-    (folder / "output_end.md").write_text(page + "\n")
-
-
 def fold(study):
     return lambda folder: fold_table.main([f"--study={study}", f"--out={folder}"])
 
@@ -65,10 +59,8 @@ def cbwc_table(study):
     ("place", "page", "again"),
     [
         ("cpu/posthoc", "table.md", lambda folder: posthoc_table.main([str(folder)])),
-        ("cpu/posthoc", "models.jsonl", lambda folder: posthoc_table.main([str(folder)])),
         ("cpu/mygpt", "README.md", mygpt),
         ("cpu/bfloat16", "README.md", lambda folder: bfloat16_table.main([str(folder)])),
-        ("cpu/taper", "output_end.md", taper),
         ("fold", "README.md", fold("table3")),
         ("fold", "table.md", fold("zoo")),
         ("cpu/cbwc_training", "README.md", cbwc_table("training")),
@@ -120,8 +112,7 @@ def test_a_wrong_fold_would_be_seen():
     with torch.no_grad():
         wrong.a.weight[0] += 1e-6  # not all rows: a constant would not show
     inputs = (draw(2, 4, C),)
-    same = fold_table.compare(right, [copy.deepcopy(right)], inputs)
-    assert same["other_batch_rel"] == 0
+    assert fold_table.compare(right, [right], inputs)["other_batch_rel"] == 0
     found = fold_table.compare(right, [right, wrong], inputs)["other_batch_rel"]
     assert 1e-8 < found < 1e-4
     for error in (found, math.nan):
@@ -154,7 +145,6 @@ def test_seeds_and_documents_widen_the_interval():
     same = np.tile(0.1 + 0.01 * random.normal(size=40), (3, 1))
     shifted = same + np.array([[-0.05], [0.0], [0.05]])
     over_documents = posthoc_table.difference(same, documents)
-    over_both = posthoc_table.difference(shifted, documents)
     # Documents of equal size: as documents' means.
     assert over_documents.se == pytest.approx(crossed(same.reshape(3, 8, 5).mean(2)).se, rel=1e-9)
     # Of unequal size: as the windows of one seed, by document.
@@ -162,20 +152,20 @@ def test_seeds_and_documents_widen_the_interval():
     one = clustered(same[0], unequal)
     assert posthoc_table.difference(same, unequal).se == pytest.approx(one.se)
     assert posthoc_table.difference(same[:1], unequal).interval() == one.interval()
-    assert over_both.se > 5 * over_documents.se
-    assert over_both.mean == pytest.approx(over_documents.mean)
+    assert posthoc_table.difference(shifted, documents).se > 5 * over_documents.se
 
 
-def documents(count: int, seed: int) -> list[str]:
-    """Texts of four windows of a toy model, and a rest that no window takes."""
-    texts = small_rms.sequences(count * 5, seed).view(count, -1)[:, :100]
-    return ["".join(chr(48 + i) for i in row.tolist()) for row in texts]
+def write_documents(path, count: int, seed: int) -> torch.Tensor:
+    """Write texts of four windows of a toy model each, and a rest that no window takes.
 
-
-def write_documents(path, texts: list[str]) -> str:
+    Returns the windows, token ids (4 * count, 24).
+    """
+    tokens = small_rms.sequences(count * 5, seed).view(count, -1)[:, :100]
     with (lzma.open if path.suffix == ".xz" else open)(path, "wt") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    return str(path)
+        for row in tokens.tolist():
+            text = "".join(chr(48 + token) for token in row)
+            file.write(json.dumps({"text": text}) + "\n")
+    return tokens[:, :96].reshape(-1, 24)
 
 
 def write_settings(run, learning_rate: float) -> None:
@@ -185,50 +175,40 @@ def write_settings(run, learning_rate: float) -> None:
 
 def test_a_seed_is_judged_beside_the_others(tmp_path):
     """Models of two seeds, in folders as posthoc.sh leaves them."""
-    runs, results = tmp_path / "runs", tmp_path / "results"
+    runs, results, text = (tmp_path / name for name in ("runs", "results", "val.jsonl.xz"))
     results.mkdir()
     models = {}
     kinds = ("teacher", "student-0", "student-1", "teacher-longer")
-    for seed in (1, 2):
-        for place, name in enumerate(kinds):
-            model = GPT(small_rms.SHAPE, seed=10 * seed + place).eval()
-            (runs / f"{name}-{seed}").mkdir(parents=True)
-            small_rms.write_run(model, runs / f"{name}-{seed}")
-            write_settings(runs / f"{name}-{seed}", learning_rate=1e-3 if place == 0 else 1e-4)
-            models[name, seed] = model
-    write_documents(runs / "b.jsonl", documents(40, 1))
-    held_out = documents(3, 2)
-    text = write_documents(tmp_path / "val.jsonl.xz", held_out)
-    for seed in (2, 1):
-        posthoc_table.main([str(runs), str(seed), text, str(results)])
+    for seed, (place, name) in product((1, 2), enumerate(kinds)):
+        run = runs / f"{name}-{seed}"
+        run.mkdir(parents=True)
+        models[name, seed] = GPT(small_rms.SHAPE, seed=10 * seed + place).eval()
+        small_rms.write_run(models[name, seed], run)
+        write_settings(run, learning_rate=1e-3 if name == "teacher" else 1e-4)
+    write_documents(runs / "b.jsonl", 40, seed=1)
+    idx = write_documents(text, 3, seed=2)
+    for seed in ("2", "1", "2"):  # a seed that is judged again takes the place of what it had
+        posthoc_table.main([str(runs), seed, str(text), str(results)])
     table = (results / "table.md").read_text()
-    head, found = posthoc_table.read_windows(results)
-    assert (head["length"], head["learning_rate"]) == (24, 1e-4)
-    assert head["documents"] == [0] * 4 + [1] * 4 + [2] * 4
     assert table.startswith("Seeds 1, 2, learning rate 0.0001.")
-    idx = torch.tensor([[ord(c) - 48 for c in document[:96]] for document in held_out])
-    idx = idx.view(12, 24)
+    head, found = posthoc_table.read_windows(results)
+    assert head["length"] == 24 and head["documents"] == [0] * 4 + [1] * 4 + [2] * 4
     shown = ("teacher", "coupled_first=0, distilled", "coupled_first=1, distilled")
     for name, run in zip((*shown, posthoc_table.CONTROL), kinds):
-        for row in found[name]:
-            model = models[run, row["seed"]]
-            logits = model.logits(model.hidden(idx))
+        for seed, row in enumerate(found[name], 1):
+            # The teacher is that of the same seed. Its KL has no first place.
+            model, teacher = models[run, seed], models["teacher", seed]
+            logits, taught = (m.logits(m.hidden(idx)) for m in (model, teacher))
             expected = cross_entropy(logits[:, :-1].transpose(1, 2), idx[:, 1:], reduction="none")
             assert row["losses"] == pytest.approx(expected.mean(1).tolist(), abs=1e-5)
-            # KL(teacher || model), against the teacher of the same seed, without the first place.
-            taught = models["teacher", row["seed"]]
-            log_p = taught.logits(taught.hidden(idx))[:, 1:].log_softmax(-1)
-            log_q = logits[:, 1:].log_softmax(-1)
+            log_q, log_p = (x[:, 1:].log_softmax(-1) for x in (logits, taught))
             kl = kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean(1)
             assert row["kls"] == pytest.approx(kl.tolist(), abs=1e-5)
-    # A seed that is judged again takes the place of what it had.
-    posthoc_table.main([str(runs), "2", text, str(results)])
-    assert (results / "table.md").read_text() == table
     # Another text, though with as many windows; other settings.
-    other = write_documents(tmp_path / "other.jsonl", documents(3, 3))
+    write_documents(tmp_path / "other.jsonl", 3, seed=3)
     with pytest.raises(ConfigError, match="another text"):
-        posthoc_table.main([str(runs), "1", other, str(results)])
+        posthoc_table.main([str(runs), "1", str(tmp_path / "other.jsonl"), str(results)])
     write_settings(runs / "teacher-longer-1", learning_rate=2e-4)
     with pytest.raises(ConfigError, match=r"longer-1: has learning_rate=0\.0002"):
-        posthoc_table.main([str(runs), "1", text, str(results)])
+        posthoc_table.main([str(runs), "1", str(text), str(results)])
     assert (results / "table.md").read_text() == table
