@@ -33,12 +33,11 @@ def plot_loss(runs: list[Run], target: Path) -> Path:
         train = [step["loss"] for step in run.steps]
         axis.plot(millions, train, color=look["color"], alpha=0.25, linewidth=1)
     axis.set_ylim(later.min() - 0.05, later.max() + 0.05)
-    title = "Validation loss (training loss faint)"
-    x_label = "training tokens (millions)"
-    axis.set(xlabel=x_label, ylabel="val loss (nats per token)", title=title)
+    axis.set_title("Validation loss (training loss faint)")
+    axis.set(xlabel="training tokens (millions)", ylabel="val loss (nats per token)")
     if len(runs) <= 16:  # more names leave no room for the curves
-        place = "outside lower left"  # below: a name may be long
-        figure.legend(loc=place, frameon=False, fontsize=8, title="run: last value")
+        look = {"frameon": False, "fontsize": 8, "title": "run: last value"}
+        figure.legend(loc="outside lower left", **look)  # below: a name may be long
     axis.grid(alpha=0.3)
     return save(figure, target)
 

@@ -5,6 +5,7 @@ nothing else but their names.
 """
 
 import json
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -325,9 +326,7 @@ def _plain(value: Any) -> Any:
 def _text(value: Any) -> str:
     """Return a config value as the command line takes it."""
     parts = value if isinstance(value, tuple | list) else [value]
-    text = ",".join(str(part) for part in parts)
-    # Only a norm plan has spaces; it needs quotes in a shell.
-    return repr(text) if " " in text else text
+    return shlex.quote(",".join(map(str, parts)))  # only a norm plan, with its spaces, gets quotes
 
 
 def parse_log(content: bytes, name: str) -> list[dict]:
