@@ -118,17 +118,14 @@ def refusal(model: GPT) -> str:
     has_rms_norms = set(model.plan.letters) <= {"R", SHARED}
     is_scaled = any(place.norm.depth is not None for place in model.places())
     is_centred = model.plan.type.residual_linear is not nn.Linear
-    if not has_rms_norms or is_scaled or is_centred or not is_whole:
-        return (
-            f"norm_type={config.norm_type}: coupling is for rms over all channels (of layer, cbwc "
-            "and lns first make rms, which is exact: python convert.py MODEL --to=rms --out=FOLDER)"
-        )
-    if not model.plan.adds_plainly or model.norm_e is not None:
-        return (
-            f"norm_type={config.norm_type}, norm_plan {model.plan}: coupling is for plans without "
-            "output norms and a norm of the embeddings"
-        )
-    return ""
+    is_plain = model.plan.adds_plainly and model.norm_e is None
+    if has_rms_norms and is_whole and is_plain and not is_scaled and not is_centred:
+        return ""
+    return (
+        f"norm_type={config.norm_type}, norm_plan {model.plan}: coupling is for rms over all "
+        "channels, without output norms and a norm of the embeddings (of layer, cbwc and lns first "
+        "make rms, which is exact: python convert.py MODEL --to=rms --out=FOLDER)"
+    )
 
 
 def own_statistics(model: GPT, name: str = "the model") -> GPT:
@@ -208,13 +205,10 @@ class Calibration:
 
     def alpha(self, plan: str) -> Alpha:
         """Return alpha by least squares for each shared position of `plan`, 1 elsewhere."""
-        alpha = []
-        for position, source in enumerate(sources(plan)):
-            if position == source:
-                alpha.append(1.0)
-            else:
-                alpha.append(ratios(self.rms, position, source)["least_squares"])
-        return tuple(alpha)
+        return tuple(
+            1.0 if position == source else ratios(self.rms, position, source)["least_squares"]
+            for position, source in enumerate(sources(plan))
+        )
 
     @torch.no_grad()
     def token_kl(self, plan: str, alpha: Alpha | float) -> Tensor:
@@ -244,10 +238,10 @@ class Calibration:
 
         The search begins around the mean least-squares ratio.
         """
-        shared = [(p, source) for p, source in enumerate(sources(plan)) if p != source]
-        if not shared:
+        letters = plan.replace(" ", "")
+        found = [alpha for alpha, letter in zip(self.alpha(plan), letters) if letter == SHARED]
+        if not found:
             return 1.0, self.kl(plan, 1.0)
-        found = [ratios(self.rms, p, source)["least_squares"] for p, source in shared]
         start = sum(found) / len(found)
         best = minimize_scalar(
             partial(self.kl, plan),
@@ -309,10 +303,6 @@ def to_coupled(model: GPT, plan: str, idx: Tensor) -> GPT:
     Raises:
         FoldError: the norms cannot be coupled.
     """
-    if SHARED in model.plan.letters:
-        raise FoldError(
-            f"norm_type={model.config.norm_type}, norm_plan {model.plan}: it is coupled already"
-        )
     blocks = model.config.n_layer
     plan = str(view(model, plan or first_plan(blocks, min(1, blocks - 1))).plan)
     alpha = Calibration(model, idx).calibrated(plan).alpha
