@@ -147,21 +147,17 @@ def _autograd(
     inputs: tuple[Tensor | None, ...],
 ) -> list[Tensor | None]:
     """Return the gradients of the inputs that have one."""
-    pairs = [pair for pair in zip(outputs, gradients) if pair[1] is not None]
-    has_gradient = [tensor is not None and tensor.requires_grad for tensor in inputs]
-    wanted = [tensor for tensor, has in zip(inputs, has_gradient) if has]
-    if not pairs or not wanted:
-        return [None] * len(inputs)
-    roots = [root for root, _ in pairs]
-    given = [gradient.to(root.dtype) for root, gradient in pairs]
-    found = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
-    return _complete(found, has_gradient)
-
-
-def _complete(tensors: Iterable[Tensor], present: Iterable[bool]) -> list[Tensor | None]:
-    """Put the tensors at the places that are present, and None at the others."""
-    tensors = iter(tensors)
-    return [next(tensors) if there else None for there in present]
+    pairs = [(root, given) for root, given in zip(outputs, gradients) if given is not None]
+    places = [i for i, tensor in enumerate(inputs) if tensor is not None and tensor.requires_grad]
+    found: list[Tensor | None] = [None] * len(inputs)
+    if pairs and places:
+        roots = [root for root, _ in pairs]
+        given = [gradient.to(root.dtype) for root, gradient in pairs]
+        wanted = [inputs[i] for i in places]
+        grads = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
+        for i, gradient in zip(places, grads):
+            found[i] = gradient
+    return found
 
 
 class Fused(torch.autograd.Function):
@@ -177,18 +173,17 @@ class Fused(torch.autograd.Function):
 
 
 # ------------------------------------------------------------------ operators for torch.compile
-# They return the tensors that there are: an operator cannot return None.
+# An operator cannot return None: in its place it returns an empty tensor.
 
 
-def _has_outputs(inputs: Inputs) -> list[bool]:
-    """Return which Outputs there are."""
-    return [
-        bool(inputs.kind),
-        inputs.a is not None,
-        inputs.kind == "layer",
-        bool(inputs.kind) and inputs.given is None,
-        inputs.eps_out is not None,
-    ]
+def _filled(tensors: Iterable[Tensor | None], x: Tensor) -> list[Tensor]:
+    """Put an empty tensor in the place of each None."""
+    return [x.new_empty(0) if tensor is None else tensor for tensor in tensors]
+
+
+def _unfilled(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Put None in the place of each tensor of `_filled`, and of a gradient of one."""
+    return [None if tensor is None or tensor.shape == (0,) else tensor for tensor in tensors]
 
 
 @rows.operator
@@ -207,22 +202,14 @@ def fused(
     counted: int | None,
     kind: str,
 ) -> list[Tensor]:
-    outputs = launch_forward(
-        x, a, given, w, b, w_out, w_tilde, gate_c, eps, eps_out, groups, counted, kind
-    )
-    return [tensor for tensor in outputs if tensor is not None]
+    inputs = (x, a, given, w, b, w_out, w_tilde, gate_c, eps, eps_out, groups, counted, kind)
+    return _filled(launch_forward(*inputs), x)
 
 
-def _setup_operator(ctx, inputs, output):
-    ctx.present = _has_outputs(Inputs(*inputs))
-    _save(ctx, inputs, _complete(output, ctx.present))
-
-
-def _operator_gradients(ctx, gradients):
-    return _gradients(ctx, *_complete(gradients, ctx.present), launch=_compiled_backward)
-
-
-fused.register_autograd(_operator_gradients, setup_context=_setup_operator)
+fused.register_autograd(
+    lambda ctx, gradients: _gradients(ctx, *_unfilled(gradients), launch=_compiled_backward),
+    setup_context=lambda ctx, inputs, output: _save(ctx, inputs, _unfilled(output)),
+)
 
 
 @rows.operator
@@ -247,21 +234,13 @@ def fused_backward(
     found = _launch_backward(
         *(dy, dh, ds, x, a, w, b, w_out, w_tilde, gate_c, mean, inv, inv_out, counted, kind, gains)
     )
-    return [tensor for tensor in found if tensor is not None]
-
-
-def _has_gradients(x, a, w, b, w_out, w_tilde, gains) -> list[bool]:
-    """Return which Gradients the backward operator returns."""
-    joint = a is not None and x.shape[-1] <= rows.WHOLE
-    parameters = (w, b, w_out if joint else None, w_tilde)
-    return [True, joint, *[gains and parameter is not None for parameter in parameters]]
+    return _filled(found, x)
 
 
 def _compiled_backward(*arguments) -> list[Tensor | None]:
-    _, _, _, x, a, w, b, w_out, w_tilde, *_, gains = arguments
-    return _complete(fused_backward(*arguments), _has_gradients(x, a, w, b, w_out, w_tilde, gains))
+    return _unfilled(fused_backward(*arguments))
 
 
 def compiled(*inputs) -> Outputs:
     """Call the operator as Fused.apply is called."""
-    return Outputs(*_complete(fused(*inputs), _has_outputs(Inputs(*inputs))))
+    return Outputs(*_unfilled(fused(*inputs)))

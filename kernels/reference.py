@@ -160,9 +160,10 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class AddNormed(torch.autograd.Function):
-    """Compute h = x + N(a), with N an RMSNorm of gain w_out.
+    """Compute h = x + N(a), with N an RMSNorm of gain w_out; N(a) is not rounded before the sum.
 
-    What a sublayer returns is normalised before it is added (OLMo Team 2024, OLMo 2).
+    What a sublayer returns is normalised before it is added (OLMo Team 2024, OLMo 2). The outputs
+    are h (..., C) in the type of x, and the statistic of a (..., 1), which carries no gradient.
 
     It is written by hand because of what inductor makes of it. Kept for backward is a alone, which
     the product before wrote anyway, and one statistic a row. Between products in a bfloat16 stream
@@ -210,21 +211,12 @@ def _output_norm_backward(
     return da.to(a.dtype), dw_out
 
 
-def add_normed(x: Tensor, a: Tensor, w_out: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute h = x + N(a): see AddNormed. N(a) is not rounded before the sum.
-
-    Returns:
-        (h, inv_out): (..., C) in the type of x, and (..., 1). inv_out, the statistic of a, carries
-        no gradient.
-    """
-    return AddNormed.apply(x, a, w_out, eps)
-
-
 class NormAddNorm(torch.autograd.Function):
-    """Compute h = x + N_out(a) and y = N_in(h), both RMSNorms.
+    """Compute h = x + N_out(a), rounded once, and y = N_in(h), both RMSNorms.
 
     The boundary between two sublayers of a sandwich: output norm, residual add, input norm (Gemma
-    Team 2024, Gemma 2; Kim et al. 2025, Peri-LN).
+    Team 2024, Gemma 2; Kim et al. 2025, Peri-LN). The outputs are y and h (..., C) in the type of
+    x, and the statistics of h and of a (..., 1); that of a carries no gradient.
 
     It is written by hand because of what is kept for backward: h, which lives on as the residual
     stream, a, which the product before wrote anyway, and two statistics a row. x is not kept, for
@@ -279,26 +271,6 @@ class NormAddNorm(torch.autograd.Function):
         dx = (dx + dh).to(h.dtype)
         da, dw_out = _output_norm_backward(dx, a, w_out, inv_out, gains)
         return dx, da, dw_out, dw_in, None, None
-
-
-def norm_add_norm(
-    x: Tensor, a: Tensor, w_out: Tensor | None, w_in: Tensor | None, eps_out: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute h = x + N_out(a), rounded once, and y = N_in(h): see NormAddNorm.
-
-    Args:
-        x: residual stream (..., C).
-        a: what the sublayer returns (..., C), in any type.
-        w_out: gain of the norm of a, or None.
-        w_in: gain of the norm of h, or None.
-        eps_out: added to the mean square of a.
-        eps: added to the mean square of h.
-
-    Returns:
-        (y, h, inv_rms, inv_out): y and h in the type of x; the statistics of h and of a (..., 1).
-        inv_out carries no gradient.
-    """
-    return NormAddNorm.apply(x, a, w_out, w_in, eps_out, eps)
 
 
 def _through_norm(q: Tensor, x: Tensor, inv_rms: Tensor, ds: Tensor | None) -> Tensor:

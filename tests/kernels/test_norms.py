@@ -162,11 +162,3 @@ def test_the_mode_reaches_every_norm_of_a_model():
     norms = [module for module in model.modules() if isinstance(module, Norm)]
     # norms, tapers' bases, q and k
     assert len(norms) == 5 + 4 + 4 and {norm.kernels for norm in norms} == {"triton"}
-
-
-def test_in_float64_nothing_depends_on_the_mode():
-    expected, actual = (
-        step(model_of("rms", torch.float64, kernels=mode)) for mode in ("torch", "triton")
-    )
-    assert torch.equal(actual[0], expected[0])
-    assert all(torch.equal(actual[1][name], gradient) for name, gradient in expected[1].items())
