@@ -8,8 +8,6 @@
         gains and biases of norms -> the linears that alone read them: exact
     python convert.py out/rms --to=coupled --inexact --out=out/rms-coupled
         RMSNorm -> CoupledNorm, alpha calibrated
-    python convert.py out/rms-coupled --to=decode
-        does its packed form decode the same?
     python convert.py out/layer --analyze
         which LayerNorms can become RMSNorm, and why
     python convert.py openai-community/gpt2 --to=rms --out=out/gpt2-rms
@@ -28,8 +26,7 @@ Every conversion is done again on float64 copies, with the given weights and wit
 that is not exact is refused without --inexact. Without --out nothing is written.
 
 --to=rms, folded, weightless and coupled write a folder that every program reads (train.py by
---init_from): a checkpoint, config.json and certificate.json. --to=decode writes nothing:
-decode/step.py packs a model as it loads it.
+--init_from): a checkpoint, config.json and certificate.json.
 
 --to=hf writes a Hugging Face folder, tokenizer included; so do --to=rms and coupled of a Hugging
 Face model that our GPT loads. The architecture is a standard one where it has such norms, else
@@ -54,7 +51,6 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -64,18 +60,15 @@ from torch.utils._pytree import tree_leaves
 
 import fold
 from common.errors import ConfigError, FoldError, UserError, run_program
+from common.hub import model_folder, read_config
 from common.output import whole_folder
 from configurator import key, parse_args
-from decode.pack import pack
-from decode.step import decode_logits
 from fold import Report, gpt
 from fold.certificate import Certificate, Inputs, certify, run, touched
 from fold.choice import LEFT
-from fold.hub import RECIPE, example_inputs, load, load_pretrained, read_inputs, save
+from fold.hub import RECIPE, example_inputs, load, load_pretrained, no_cache, save
 from hf.config import COUPLED, architecture, gpt_config
-from hf.hub import model_folder, read_config
 from hf.weights import export_hf
-from kernels.decode import reference as decode_reference
 from load import load_model
 from model import GPT
 from norm_types import SHARED
@@ -96,7 +89,7 @@ class ConvertConfig:
     to: str = key(
         "",
         "what to convert to",
-        ("rms", "folded", "weightless", "coupled", "decode", "hf"),
+        ("rms", "folded", "weightless", "coupled", "hf"),
     )
     out: str = key("", "new folder for the converted model ('': check only)")
     inexact: bool = key(False, "allow a conversion that changes the model's function")
@@ -135,7 +128,7 @@ class ConvertConfig:
     def __post_init__(self) -> None:
         if bool(self.to) == self.analyze:
             raise ConfigError(
-                "say what to do: --to=rms, folded, weightless, coupled, decode or hf; or --analyze"
+                "say what to do: --to=rms, folded, weightless, coupled or hf; or --analyze"
             )
         if self.to == "hf" and not self.out:
             raise ConfigError("to=hf: say where to: --out=FOLDER")
@@ -161,26 +154,7 @@ class ConvertConfig:
 # -------------------------------------------------------------------------------------- conversions
 
 
-class DecodeForm(nn.Module):
-    """Run the fused weights of decode/step.py as a model.
-
-    Token ids (B, T) -> logits (B, T, n_vocab).
-    """
-
-    def __init__(self, model: GPT):
-        super().__init__()
-        self.packed = pack(model, "fused")
-
-    def forward(self, idx: Tensor) -> Tensor:
-        packed = self.packed
-        batch, length = idx.shape
-        shape = (batch, packed.config.kv_heads, length, packed.config.head_channels)
-        caches = [tuple(packed.wte.new_zeros(shape) for _ in range(2)) for _ in packed.blocks]
-        positions = torch.arange(length, device=idx.device)
-        return decode_logits(decode_reference, packed, caches, idx, positions)
-
-
-def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certificate]:
+def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
     """Convert a model of ours, by all but --to=hf.
 
     Returns:
@@ -207,8 +181,6 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
     elif config.to == "weightless":
         folds, left = gpt.gain_folds(model, config.untie)
         rewrite = partial(gpt.to_weightless, folds=folds, untie=config.untie)
-    elif config.to == "decode":
-        rewrite = DecodeForm
     elif SHARED in model.plan.letters:
         rewrite = gpt.absorb_alpha
     else:
@@ -235,7 +207,7 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
 
 
 @torch.no_grad()
-def mean_kl(before: GPT, after: GPT | DecodeForm, tokens: Tensor) -> float:
+def mean_kl(before: GPT, after: GPT, tokens: Tensor) -> float:
     """Return the KL(before || after) of next-token distributions in nats a token."""
     p, q = (one(tokens).double().log_softmax(-1) for one in (before, after))
     return float((p.exp() * (p - q)).sum(-1).mean())
@@ -295,7 +267,9 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
 def foreign_inputs(model: nn.Module, config: ConvertConfig) -> dict[str, Any]:
     """Return example inputs of a transformers model: of the file --inputs, or random ones."""
     if config.inputs:
-        return read_inputs(config.inputs, model)
+        from safetensors.torch import load_file
+
+        return load_file(config.inputs) | no_cache(model)
     return example_inputs(model, config.seed)
 
 
@@ -311,14 +285,8 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
     model = load_pretrained(spec)
     inputs = foreign_inputs(model, config)
     if config.to == "weightless":
-        is_tied = model.config.to_dict().get("tie_word_embeddings")
         after, certificate = fold.fold_gains(model, inputs, config.untie)
         lines = left_lines(certificate)
-        if after.config.to_dict().get("tie_word_embeddings") != is_tied:
-            lines.append(
-                "the head has weights of its own now; for an engine that reads this architecture "
-                "with a tied head only, add --untie=False"
-            )
         how = f"what loads {spec} loads it"
     else:
         report = fold.analyze(model, inputs)
@@ -374,11 +342,6 @@ def left_lines(certificate: Certificate) -> list[str]:
     ]
 
 
-def logits_of_head(model: GPT, hidden: Tensor) -> Tensor:
-    """Return logits (..., n_vocab) by the head as a module; hidden states are (..., C)."""
-    return model.lm_head(hidden)[..., : model.n_vocab]
-
-
 def analyze(spec: str, config: ConvertConfig) -> Report:
     """Analyse the LayerNorms of a model, ours or transformers', as fold.analyze does."""
     if is_foreign(spec, config):
@@ -388,10 +351,8 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
     if model.lm_head is None:
         # Our tied head is the embedding itself. As a module that shares the embedding's weights it
         # can be untied in the analysis, as --to=rms does it.
-        with torch.device("meta"):
-            model.lm_head = nn.Linear(*reversed(model.wte.weight.shape), bias=False)
+        model = gpt.rebuild(model, replace(model.config, tie_embeddings=False), gpt.untied(model))
         model.lm_head.weight = model.wte.weight
-        model.logits = MethodType(logits_of_head, model)  # a copy gets its own
     report = fold.analyze(model, (random_tokens(model, config.seed),), config.rules)
     if set(model.plan.letters) <= set("LRPBI"):
         # What fold.fold cannot write into our norms, which add as well, fold.gpt.to_rms can.

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError
+from common.hub import model_folder, read_config
 from common.output import check_apart, parse_json
 from configurator import Overrides
 from hf.config import gpt_config, random_model, shape_config
-from hf.hub import model_folder, read_config
 from hf.weights import load_hf
 from model import GPT, GPTConfig
 from norm_plan import keys_of

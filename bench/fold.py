@@ -32,6 +32,7 @@ from torch import nn
 import fold
 from common.environment import environment, find_device, find_dtype
 from common.errors import ConfigError, UserError, run_program
+from common.hub import import_transformers
 from common.output import append_json, check_replaceable, span
 from common.stats import paired_ratio
 from configurator import check_ranges, key, parse_args
@@ -39,7 +40,6 @@ from decode.timing import captured, time_arms
 from fold import gpt
 from fold.certificate import certify, randomize
 from fold.modules import Plan, Swap, swap_and_insert
-from hf.hub import import_transformers
 from load import load_model
 from model import GPT
 

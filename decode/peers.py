@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from common.errors import HFError, UserError, failure_line
+from common.hub import import_transformers
 from decode.arms import tokens_in_common
 from decode.step import TUNED
 from hf import weights
 from hf.config import SHAPES, architecture
 from hf.coupled import register
-from hf.hub import import_transformers
 from model import GPT, GPTConfig
 
 NAMES = ("hf_eager", "hf_static")

@@ -22,9 +22,9 @@ import torch
 from common.distributed import Ranks
 from common.environment import Precision, faster_float32_products, find_device
 from common.errors import UserError
+from common.hub import import_transformers
 from data.tokenizers import tokenizer_of
 from evals.likelihood import encode_pairs, log_likelihoods
-from hf.hub import import_transformers
 from load import load_model
 from model import GPT
 

@@ -86,13 +86,6 @@ __all__ = [
 ]
 
 
-MEANINGS = {
-    "untied": "folds if a tied parameter may get a centred copy (option untie)",
-    "inserted": "folds with centrings inserted (option insert)",
-    "no gain": "would take as many centrings as norms fold",
-}
-
-
 @dataclass
 class Report:
     """The verdicts on all LayerNorm calls of a model. Prints as a table.
@@ -146,9 +139,7 @@ class Report:
         if self.inserted:
             worth = "worth it" if self.worth else "not worth it"
             summary += f" (centrings inserted: {self.inserted}, {worth})"
-        found = {row.verdict for row in self.rows}
-        meanings = [f"{name}: {text}" for name, text in MEANINGS.items() if name in found]
-        return "\n".join([*table, "", summary, *meanings])
+        return "\n".join([*table, "", summary])
 
     def by(self, rules: str) -> "Report":
         """Return the report on the same graph by other rules: "exact" or "paper"."""
@@ -284,13 +275,8 @@ def _require_report_of(model: nn.Module, report: Report) -> None:
             "a report by the paper's rules is for counting: "
             "analyze(model, inputs) makes one to fold by"
         )
-    tensors = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    shapes = {name: value.shape for name, value in tensors}
-    expected = {name: value.shape for name, value in report.analysis.graph.values.items()}
-    if shapes != expected or model.training != report.analysis.training:
+    analysis = report.analysis
+    if model is not analysis.graph.model or model.training != analysis.training:
         raise FoldError(
             f"this report is not of this {type(model).__name__} in this mode: analyze it first"
         )

@@ -113,11 +113,10 @@ class Certificate:
             f"{self.what}: {verdict}, largest float64 difference {self.max_abs:.1e}, "
             f"relative {self.max_rel:.1e}"
         ]
-        for check in self.checks:
-            lines.append(
-                f"  {check.dtype}, {check.weights} weights, {check.inputs} inputs: "
-                f"{check.max_rel:.1e}"
-            )
+        lines += [
+            f"  {check.dtype}, {check.weights} weights, {check.inputs} inputs: {check.max_rel:.1e}"
+            for check in self.checks
+        ]
         if self.kl is not None:
             lines.append(f"  KL {self.kl:.1e} nats a token")
         lines.append(
@@ -126,12 +125,8 @@ class Certificate:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return all fields as JSON; differences that are not finite become null."""
-
-        def finite_or_null(x: Any) -> Any:
-            return None if isinstance(x, float) and not math.isfinite(x) else x
-
-        return json.dumps(tree_map(finite_or_null, asdict(self)), indent=1)
+        """Return all fields as JSON."""
+        return json.dumps(asdict(self), indent=1)
 
 
 # --------------------------------------------------------------------------------------- the checks
@@ -250,7 +245,14 @@ def _checks_in_float64(
             randomize(wide)
         converted = convert(wide)
         for source, x in (("given", inputs), ("fresh", fresh_inputs(inputs))):
-            outputs.append(_run_wide(wide, x))
+            try:
+                outputs.append(run(wide, x))
+            except Exception as error:  # the model's forward may raise anything
+                raise FoldError(
+                    f"{type(model).__name__} cannot be run in float64, as its check is "
+                    f"({first_line(error)}): keep its tensors in parameters or buffers, and no "
+                    "module of its own in a function, which would use that one in a copy"
+                ) from error
             checks.append(_check(kind, source, outputs[-1], run(converted, x)))
     resized = []
     for alternatives in other_sizes(inputs) if sizes else ():
@@ -290,18 +292,6 @@ def widened(model: nn.Module) -> nn.Module:
             if name not in ("_parameters", "_buffers", "_modules") and _floats(value):
                 vars(module)[name] = _double(value)
     return model
-
-
-def _run_wide(model: nn.Module, inputs: Inputs) -> Any:
-    """Run a model in float64; raise FoldError if it cannot be."""
-    try:
-        return run(model, inputs)
-    except Exception as error:  # the model's forward may raise anything
-        raise FoldError(
-            f"{type(model).__name__} cannot be run in float64, as its check is "
-            f"({first_line(error)}): keep its tensors in parameters or buffers, and no module of "
-            "its own in a function, which would use that one in a copy"
-        ) from error
 
 
 def first_line(error: Exception) -> str:

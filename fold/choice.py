@@ -4,7 +4,7 @@ The price is untied parameters and inserted centrings. The result is a `Plan` fo
 `Finding` for each norm.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,11 +14,19 @@ from torch.fx import Node
 
 from .cut import cheapest_cut
 from .graph import Demand, Graph, Source
-from .lines import Line, Norm, shape
+from .lines import Line, Norm, describe, module_path, shape
 from .modules import Insertion, Plan, Swap, find_swap
 
 # A norm could be folded, but `fold` cannot write that into the modules, because ...
 LEFT = "; fold leaves it: "
+# verdict -> why, where {} is the first obstacle
+REASONS = {
+    "strict": "all that is added up in its input can be centred",
+    "untied": "{}, unless it gets a centred copy of its own (option untie)",
+    "inserted": "{}, unless fewer centrings than they fold norms are inserted (option insert)",
+    "no gain": "{}: it would take as many centrings as norms would fold",
+    "refused": "{}",
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class Finding:
     """What the analysis found for one call of a norm.
 
     Attributes:
-        name: path of the module, with the number of the call if there are several.
+        name: path of the module, with the number of the call from the second one on.
         verdict: one of
             "strict": it folds, and nothing is added to the model;
             "untied": it folds if parameters that are used elsewhere, too, get a centred copy;
@@ -120,6 +128,7 @@ class Analysis:
         self.paper = paper
         self.training = graph.model.training
         self.norms: list[NormCall] = []
+        self._calls = Counter()  # of norms, by name
         for node in graph.nodes:
             found = node.meta["norm"]
             if found is not None:
@@ -133,19 +142,16 @@ class Analysis:
                 norm.swap = f"{norm.key} is called on inputs of several kinds"
 
     def _norm_call(self, node: Node, found: Norm) -> NormCall:
-        path, name = self.graph.name_call(node)
+        path = module_path(node)
+        name = path or describe(node)
+        self._calls[name] += 1
+        if self._calls[name] > 1:
+            name += f" (call {self._calls[name]})"
         if found.refused:
             return NormCall(node, found, name, found.refused)
         norm = NormCall(node, found, name, find_swap(self.graph, path, found))
         norm.demand = self.graph.demand(norm.line, self.paper)
-        nodes = norm.nodes()
-        for at, why in norm.demand.failures.items():
-            shown = ""
-            if at.node not in self.graph.names and not self.paper:
-                shown = self.graph.shows(at, nodes)
-            if shown:
-                why += f", and a centring after it would show in {shown}"
-            norm.obstacles[at] = why
+        norm.obstacles |= norm.demand.failures
         if self.paper:
             return norm  # the paper does not ask what else reads a centred parameter
         for at, source in norm.demand.sources.items():
@@ -256,8 +262,7 @@ class Analysis:
         # The last axis is that of tensors of any rank.
         axis, ndim = (-1, None) if at.axis == len(sizes) - 1 else (at.axis, len(sizes))
         path = self.graph.returned_by(at.node)
-        found = (path, None) if path is not None else self.graph.taken_by(at.node)
-        return None if found is None else Insertion(*found, axis, at.block, ndim)
+        return None if path is None else Insertion(path, axis, at.block, ndim)
 
     def plan(self, untie: bool = False, insert: bool = False) -> tuple[Plan, list[NormCall]]:
         """Plan what to change in the modules.
@@ -301,34 +306,15 @@ class Analysis:
 
     def finding(self, norm: NormCall) -> Finding:
         """Give the verdict on a norm, and its reason."""
-        by_hand = norm.norm.by_hand
+        obstacles = (norm.norm.refused, *norm.obstacles.values())
+        obstacle = next(filter(None, obstacles), "another call of the same module cannot be folded")
         verdict = next((name for name, way in self.ways.items() if norm in way.norms), "refused")
-        if verdict == "refused":
-            return Finding(norm.name, verdict, self._obstacle(norm), by_hand)
-        if verdict == "strict":
-            reason = "all that is added up in its input can be centred"
-        elif verdict == "untied":
-            reason = f"{self._obstacle(norm)}, unless it gets a centred copy of its own"
-        elif verdict == "inserted":
-            reason = (
-                f"{self._obstacle(norm)}, unless centrings are inserted: "
-                "they fold more norms than they are"
-            )
-        else:
-            reason = f"{self._obstacle(norm)}: it would take as many centrings as norms would fold"
-        if isinstance(norm.swap, str):
+        reason = REASONS[verdict].format(obstacle)
+        if verdict != "refused" and isinstance(norm.swap, str):
             reason += LEFT + norm.swap
         elif verdict == "inserted" and norm not in self.choose(insert=True, hooks=True).norms:
-            reason += f"{LEFT}no module returns or takes what would have to be centred"
-        return Finding(norm.name, verdict, reason, by_hand)
-
-    def _obstacle(self, norm: NormCall) -> str:
-        """Say why a norm does not fold as it stands."""
-        if norm.norm.refused:
-            return norm.norm.refused
-        return next(
-            iter(norm.obstacles.values()), "another call of the same module cannot be folded"
-        )
+            reason += f"{LEFT}no module returns what would have to be centred"
+        return Finding(norm.name, verdict, reason, norm.norm.by_hand)
 
 
 def _lines_before_one_norm(norms: Collection[NormCall]) -> set[Line]:

@@ -16,7 +16,6 @@ them and the values, in which it is linear. A bias stays where such a linear has
 it is divided by the gain then, so that W diag(g) (b / g) = W b.
 """
 
-import operator
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .certificate import Certificate, Inputs, changed
 from .graph import Graph
@@ -36,9 +34,11 @@ from .siblings import FoldError
 
 # Operations that leave the numbers where they are, and those that move them
 CASTS = ("aten._to_copy", "aten.to.", "aten.type_as", "aten.clone", "aten.alias", "aten.contiguous")
-TURNS = ("aten.permute", "aten.transpose", "aten.t.", "aten.numpy_T")
 MOVES = (
-    *TURNS,
+    "aten.permute",
+    "aten.transpose",
+    "aten.t.",
+    "aten.numpy_T",
     "aten.view",
     "aten._unsafe_view",
     "aten.reshape",
@@ -51,15 +51,13 @@ MOVES = (
     "aten.slice.",
     "aten.select.",
     "aten.narrow",
-    "aten.index_select",
-    "aten.index.",
     "aten.split",
     "aten.chunk",
     "aten.unbind",
     "aten.roll",
 )
 PRODUCTS = ("aten.linear.", "aten.addmm.", "aten.mm.", "aten.matmul.", "aten.einsum.")
-NORMS = ("aten.layer_norm.", "aten.native_layer_norm.", "aten.rms_norm.")
+NORMS = ("aten.layer_norm.", "aten.rms_norm.")
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Target:
 
 
 # A weight that reads the channels of a norm, the linear operation that does it, and the one that
-# reads the parameter: the same, or a transposition before it
+# reads the parameter: the same, or a cast before it
 Read = tuple[Target, Node, Node]
 
 
@@ -134,19 +132,12 @@ def fold_gains(
     Raises:
         FoldError: no gain folds, or the model cannot be exported or run in float64.
     """
-    name = type(model).__name__
     folds, left = plan_folds(Graph(model, inputs), untie)
-    if not folds:
-        first = next((f": {gain} stays, {why}" for gain, why in left.items()), "")
-        raise FoldError(
-            f"{name}: none of its gains is read by linear layers alone and is not 1 already{first}"
-        )
-
     return changed(
         model,
         partial(carry_out, folds),
         inputs,
-        what=f"{name}: {len(folds)} gains folded into linears",
+        what=f"{type(model).__name__}: {len(folds)} gains folded into linears",
         folded=len(folds),
         refusals=left,
     )
@@ -157,6 +148,9 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
 
     Returns:
         The folds, and the parameters that stay: name -> why.
+
+    Raises:
+        FoldError: there is no fold.
     """
     groups: dict[str, list[Affine]] = defaultdict(list)
     for node in graph.nodes:
@@ -177,6 +171,12 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
             without = min(found.targets, key=lambda target: target.bias is not None)
             owner = (*without.copied_to, without.weight)[0]
             left[found.bias] = f"{owner} has no bias of its own that could take it over"
+    if not folds:
+        first = next((f"; {name} stays: {why}" for name, why in left.items()), "")
+        raise FoldError(
+            f"{type(graph.model).__name__}: none of its norms has a gain but 1 that linears alone "
+            f"read{first}"
+        )
     return folds, left
 
 
@@ -223,12 +223,7 @@ def _affine(graph: Graph, node: Node) -> Affine | None:
             return None
         if bias is not None and not _is_parameter(graph, bias):
             return None
-        # native_layer_norm returns (y, mean, inv_std)
-        last = next(
-            (user for user in node.users if user.target is operator.getitem and user.args[1] == 0),
-            node,
-        )
-        return Affine(node, last, graph.names[gain], 0.0, bias and graph.names[bias])
+        return Affine(node, node, graph.names[gain], 0.0, bias and graph.names[bias])
     if name != "aten.mul.Tensor":
         return None
     for x, factor in (node.args, node.args[::-1]):
@@ -273,18 +268,15 @@ def _vector(graph: Graph, x: object, like: Node) -> tuple[str, float] | None:
 def _bias_after(graph: Graph, node: Node) -> tuple[Node, str | None]:
     """Return the addition of a bias to what a gain gave, and the bias; (node, None) without one."""
     at = node
-    while len(at.users) == 1:
-        user = next(iter(at.users))
-        if str(user.target).startswith(CASTS) and user.args[0] is at:
-            at = user
-            continue
-        if str(user.target) != "aten.add.Tensor" or user.kwargs:
-            break
-        other = next((arg for arg in user.args if arg is not at), None)
-        found = _vector(graph, other, user)
-        if found is not None and found[1] == 0 and shape(user) == shape(at):
-            return user, found[0]
-        break
+    users = list(at.users)
+    while len(users) == 1 and str(users[0].target).startswith(CASTS) and users[0].args[0] is at:
+        at = users[0]
+        users = list(at.users)
+    if len(users) == 1 and str(users[0].target) == "aten.add.Tensor" and not users[0].kwargs:
+        other = next((arg for arg in users[0].args if arg is not at), None)
+        found = _vector(graph, other, users[0])
+        if found is not None and found[1] == 0 and shape(users[0]) == shape(at):
+            return users[0], found[0]
     return node, None
 
 
@@ -345,8 +337,6 @@ def _other_use(graph: Graph, name: str, known: Collection[Node]) -> Node | None:
             if not str(user.target).startswith((*CASTS, "aten.add.")):
                 return user
             todo.append(user)
-            if not user.users:
-                return user
     return None
 
 
@@ -387,21 +377,14 @@ def _moved(user: Node, node: Node, channels: Tensor) -> list[tuple[Node, Tensor]
             return None
         mixed = channels[..., :1, :].repeat_interleave(heads, -3)
         return [(user, mixed.expand(shape(user)))]
-    others = (user.args[1:], user.kwargs)
     is_off = name.startswith("aten.dropout") and not (user.args[2] and user.args[1])
-    if user.args[0] is not node or node in tree_leaves(others):
+    if user.args[0] is not node:
         return None
     if name.startswith(CASTS) or is_off:
         return [(user, channels)]
-    if not name.startswith(MOVES):
-        return None
-    # Rows may be picked by index tensors, whose values are not known: all must be alike then.
-    rows = channels.reshape(-1, channels.shape[-1])
-    picks = any(isinstance(x, Node) for x in tree_leaves(others))
-    args, kwargs = tree_map_only(Node, lambda x: torch.zeros(shape(x), dtype=torch.long), others)
-    moved = user.target(channels.contiguous(), *args, **kwargs)
-    if picks and not ((rows == rows[0]).all() and torch.equal(moved, rows[0].expand_as(moved))):
-        return None
+    if not name.startswith(MOVES) or user.all_input_nodes != [node]:
+        return None  # such as rows that another tensor picks
+    moved = user.target(channels.contiguous(), *user.args[1:], **user.kwargs)
     if isinstance(moved, Tensor):
         return [(user, moved)]
     return [(piece, moved[piece.args[1]]) for piece in user.users]
@@ -432,11 +415,8 @@ def _target(graph: Graph, user: Node, weight: Node, axis: int, channels: Tensor)
     """Return the parameter that an operation reads as `weight`; None if that is not one alone."""
     entry = user
     while weight not in graph.names:
-        if not str(weight.target).startswith((*CASTS, *TURNS)) or len(weight.users) != 1:
+        if not str(weight.target).startswith(CASTS) or len(weight.users) != 1:
             return None
-        if str(weight.target).startswith(TURNS):
-            sizes = torch.empty(*range(2, 2 + len(shape(weight))))
-            axis = weight.target(sizes, *weight.args[1:]).shape[axis] - 2
         entry = weight
         weight = weight.args[0]
     if not _is_parameter(graph, weight):

@@ -8,7 +8,6 @@ References to appendices and tables are to "Enjoy Your Layer Normalization".
 """
 
 import copy
-import inspect
 import re
 import warnings
 from collections import defaultdict
@@ -21,10 +20,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from .certificate import Inputs, first_line, plain_operations
-from .lines import Feeds, Line, aligned, describe, made_by, module_path, shape
+from .lines import Feeds, Line, aligned, describe, is_tensor, made_by, module_path, shape
 from .rules import feeds, mark, passes_on
 from .siblings import FoldError
 
@@ -88,15 +86,12 @@ class Graph:
         self.model = model
         # path of a module that returns one tensor -> its shape
         self.returned: dict[str, tuple[int, ...]] = {}
-        # path of a module -> the tensors that it takes: ((position, name) in its signature, shape)
-        self.arguments: dict[str, list[tuple[tuple[int, str], tuple[int, ...]]]] = {}
         # path of a module -> the shapes that it takes, if it takes one tensor and returns one like
         # it; None for other calls
         self.taken: dict[str, set[tuple[int, ...] | None]] = defaultdict(set)
         # whether it writes into tensors: then the exporter makes their views again behind modules
         self.writes = False
         program = self._export(inputs)
-        self._require_fixed_sizes(program)
         _remove_assertions(program.graph)
         self.nodes: list[Node] = list(program.graph.nodes)
         self._use_first_names()
@@ -109,35 +104,19 @@ class Graph:
         self.names: dict[Node, str] = {}
         self._name_placeholders(program)
         mark(self.nodes)
-        user_inputs = program.graph_signature.user_inputs
-        self.inputs = {
-            node for node in self.nodes if node.op == "placeholder" and node.name in user_inputs
-        }
         # all names of all parameters and buffers -> values
         self.values: dict[str, Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
-        # id of a tensor -> all its names
-        self.aliases: dict[int, list[str]] = defaultdict(list)
-        for name, value in self.values.items():
-            self.aliases[id(value)].append(name)
         # Each operation is tried once, however many norms it lies below.
         self._feeds = cache(feeds)
         self._passes_on = cache(passes_on)
-        self._call_names: set[str] = set()
 
     # --------------------------------------------------------------------------------- construction
 
     def _export(self, inputs: Inputs) -> torch.export.ExportedProgram:
         """Export the model, and note what each of its modules takes and returns."""
-        if not isinstance(inputs, tuple | dict):
-            raise FoldError(
-                f"the inputs are a {type(inputs).__name__}: give a tuple of positional arguments, "
-                "as (x,), or a dict of named ones"
-            )
-        if any(tensor.is_meta for tensor in self.model.state_dict().values()):
-            raise FoldError(f"{type(self.model).__name__} is on the meta device: load its weights")
         args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
         try:
             # A copy, because a forward may keep the exporter's tensors as attributes.
@@ -154,7 +133,10 @@ class Graph:
                     program = torch.export.export(model, args, kwargs, strict=False)
                 targets = [str(node.target) for node in program.graph.nodes]
                 self.writes = any(re.match(r"aten\.\w+_\.", target) for target in targets)
-                return program.run_decompositions({})
+                program = program.run_decompositions({})
+            for node in filter(is_tensor, program.graph.nodes):
+                shape(node)  # raises if the size depends on values
+            return program
         except Exception as error:  # a model's forward and the exporter may raise anything
             raise FoldError(
                 f"{type(self.model).__name__} cannot be exported with these inputs "
@@ -183,23 +165,6 @@ class Graph:
         self.taken[path].add(tuple(output.shape) if same else None)
         if isinstance(output, Tensor):
             self.returned[path] = tuple(output.shape)
-        names = list(inspect.signature(module.forward).parameters)
-        given = [*zip(names, args), *kwargs.items()]
-        self.arguments[path] = [
-            ((names.index(name), name), tuple(value.shape))
-            for name, value in given
-            if name in names and isinstance(value, Tensor)
-        ]
-
-    def _require_fixed_sizes(self, program: torch.export.ExportedProgram) -> None:
-        """Raise FoldError if the size of a tensor depends on values."""
-        for node in program.graph.nodes:
-            tensors = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-            if any(not isinstance(size, int) for x in tensors for size in x.shape):
-                raise FoldError(
-                    f"{type(self.model).__name__} has a tensor whose size depends on values "
-                    f"({describe(node)}): analyze a part of the model without it"
-                )
 
     def _name_placeholders(self, program: torch.export.ExportedProgram) -> None:
         """Name the parameters and buffers; describe, for messages, what may not be centred."""
@@ -347,7 +312,8 @@ class Graph:
 
         They are the names in the module that each user belongs to, or else in its children.
         """
-        names = self.aliases[id(self.values[self.names[parameter]])]
+        tensor = self.values[self.names[parameter]]
+        names = [name for name, value in self.values.items() if value is tensor]
         found = set()
         for user in users:
             path = module_path(user)
@@ -356,25 +322,6 @@ class Graph:
             inside = [name for name in names if name.startswith(prefix)]
             found.update(own or inside or names)
         return found
-
-    def name_call(self, node: Node) -> tuple[str, str]:
-        """Return the path of the module that calls a norm, and a name of the call for people."""
-        path = module_path(node)
-        calls = list(dict.fromkeys(self.call(x) for x in self.nodes if module_path(x) == path))
-        name = path or describe(node)
-        if len(calls) > 1 and path:
-            name += f" (call {calls.index(self.call(node)) + 1})"
-        if name in self._call_names:  # two norms in one call of one module
-            name += f" ({node.name})"
-        self._call_names.add(name)
-        return path, name
-
-    def call(self, node: Node) -> str:
-        """Return the module call that a node belongs to.
-
-        Unlike a module's path, it differs each time the module is called.
-        """
-        return next(reversed(node.meta.get("nn_module_stack", {})), "")
 
     def returned_by(self, node: Node) -> str | None:
         """Return the path of a module that returns this node's tensor and nothing else.
@@ -402,32 +349,6 @@ class Graph:
             if len(node.users) != 1 or not copies:
                 return None
             node = copies[0]
-
-    def taken_by(self, node: Node) -> tuple[str, tuple[int, str]] | None:
-        """Return the argument by which a module takes this node's tensor.
-
-        The module must be called once, and nothing else may use the tensor.
-
-        Returns:
-            (path of the module, (position, name) of the argument); the path of the whole model is
-            "". None if no module takes it.
-        """
-        stacks = [user.meta.get("nn_module_stack", {}) for user in node.users]
-        if not stacks:
-            return None
-        common = [key for key in stacks[0] if all(key in stack for stack in stacks)]
-        for key in common:  # outermost first
-            path = stacks[0][key][0]
-            if key in node.meta.get("nn_module_stack", {}):
-                continue  # the tensor is made inside
-            if not path and node not in self.inputs:
-                continue
-            fitting = [at for at, size in self.arguments.get(path, ()) if size == shape(node)]
-            # With two tensors of this shape, the graph does not tell which is meant.
-            if len(fitting) != 1 or len(self.calls[path]) != 1:
-                return None
-            return path, fitting[0]
-        return None
 
 
 def _remove_assertions(graph: torch.fx.Graph) -> None:

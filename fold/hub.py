@@ -14,29 +14,17 @@ import hashlib
 import inspect
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .certificate import Certificate, first_line
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
+from .siblings import ConfigError, hub
 
-if __package__ == "fold":  # a clone
-    from common.errors import CheckpointError, ConfigError
-    from common.inputs import check_regular, read_regular
-    from common.output import parse_json
-    from hf import hub
-else:  # installed, as nanonorm.fold
-    from ..common.errors import CheckpointError, ConfigError
-    from ..common.inputs import check_regular, read_regular
-    from ..common.output import parse_json
-    from ..hf import hub
-
-FORMAT = 1
 RECIPE = "fold.json"
 
 
@@ -54,28 +42,18 @@ def load_pretrained(spec: str | Path) -> nn.Module:
             missing, which transformers would fill with random numbers.
     """
     folder = hub.model_folder(spec)
-    config = hub.read_config(folder)
     transformers = hub.import_transformers()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for key, value in config.items():
-        # n_layer, num_hidden_layers and the like: transformers would build them all first
-        if "layer" in key and type(value) is int and value > hub.MOST_LAYERS:
-            raise ConfigError(
-                f"{spec}: {key}={value} in config.json is more than {hub.MOST_LAYERS}"
-            )
-    name = str((config.get("architectures") or ["AutoModel"])[0])
-    if not hasattr(transformers, name):
-        raise ConfigError(
-            f"{spec}: transformers has no {name}: is it a newer model, or one with code of its own?"
-        )
+    name = str((hub.read_config(folder).get("architectures") or ["AutoModel"])[0])
     try:
         model, info = getattr(transformers, name).from_pretrained(
             folder, dtype="auto", output_loading_info=True
         )
     except Exception as error:  # the class, safetensors, a quantiser and the disk raise anything
         raise ConfigError(
-            f"{spec}: transformers cannot load it ({first_line(error)}): check the folder"
+            f"{spec}: transformers cannot load it ({first_line(error)}): check the folder; is it a "
+            "newer model, or one with code of its own?"
         ) from None
     # from_pretrained itself only warns.
     missing = sorted(info["missing_keys"])
@@ -103,10 +81,10 @@ def save(
     folder = Path(folder)
     told = "" if certificate is None else certificate.to_json() + "\n"
     swaps = [module.swap for module in model.modules() if isinstance(module, FoldedNorm)]
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     recipe = {
-        "format": FORMAT,
         "swaps": [asdict(swap) for swap in swaps],
-        "insertions": [asdict(hook.insertion) for hook in _centers(model)],
+        "insertions": [asdict(hook.insertion) for hook in hooks if isinstance(hook, Center)],
     }
     is_changed = bool(swaps or recipe["insertions"])
     if told and not is_changed:  # the weights say everything, but nobody would see that
@@ -129,33 +107,15 @@ def load(spec: str | Path) -> nn.Module:
         spec: a folder or a hub name.
 
     Raises:
-        CheckpointError: fold.json is missing or damaged.
+        HFError: fold.json is missing, or no JSON.
         ConfigError: transformers cannot load the folder.
     """
-    path = hub.model_folder(spec) / RECIPE
-    try:
-        recipe = parse_json(read_regular(path, hub.MOST_JSON))
-        swaps = [Swap(**swap) for swap in recipe["swaps"]]
-        insertions = [Insertion(**found) for found in recipe["insertions"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: not there, damaged, or not of this program ({error}): convert the model again"
-        ) from None
-    if recipe.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path}: format {recipe.get('format')}, this program reads {FORMAT}: update it"
-        )
+    recipe = hub.read_config(hub.model_folder(spec), RECIPE)
+    swaps = [Swap(**swap) for swap in recipe["swaps"]]
+    insertions = [Insertion(**found) for found in recipe["insertions"]]
     model = load_pretrained(spec)
     swap_and_insert(Plan(swaps=swaps, insertions=insertions), model)
     return model
-
-
-def _centers(model: nn.Module) -> Iterator[Center]:
-    """Find the inserted centrings of a model."""
-    for module in model.modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if isinstance(hook, Center):
-                yield hook
 
 
 # ------------------------------------------------------------------------------------------- inputs
@@ -175,11 +135,7 @@ def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
     config = model.config
     name = model.main_input_name
     generator = torch.Generator().manual_seed(seed)
-    dtype = next(model.parameters()).dtype
     inputs = {}
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(2, *shape, generator=generator).to(dtype)
 
     text = config.get_text_config()
     vision = getattr(config, "vision_config", config)
@@ -191,7 +147,8 @@ def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
         size = getattr(vision, "image_size", None) or 224
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = getattr(vision, "num_channels", 3)
-        inputs["pixel_values"] = noise(channels, height, width)
+        pixels = torch.randn(2, channels, height, width, generator=generator)
+        inputs["pixel_values"] = pixels.to(next(model.parameters()).dtype)
     if not inputs:
         raise ConfigError(
             f"{type(model).__name__} reads {name}: "
@@ -208,14 +165,5 @@ def no_cache(model: nn.Module) -> dict[str, bool]:
     torch.export cannot return such a cache.
     """
     in_signature = "use_cache" in inspect.signature(model.forward).parameters
-    if in_signature or getattr(model.config, "use_cache", False):
-        return {"use_cache": False}
-    return {}
-
-
-def read_inputs(path: str, model: nn.Module) -> dict[str, Any]:
-    """Read inputs from a safetensors file; its tensors are named as the model's arguments."""
-    from safetensors.torch import load_file
-
-    check_regular(Path(path))
-    return load_file(path) | no_cache(model)
+    has_cache = in_signature or getattr(model.config, "use_cache", False)
+    return {"use_cache": False} if has_cache else {}

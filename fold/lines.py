@@ -105,9 +105,7 @@ def aligned(x: Any, line: Line) -> Line | None:
 
 def centring(node: Node) -> tuple[int, int] | None:
     """Return (axis, block) if the node is x - x.mean(axis, keepdim=True), else None."""
-    if str(node.target) != "aten.sub.Tensor" or node.kwargs:
-        return None
-    if not all(is_tensor(x) for x in node.args):
+    if str(node.target) != "aten.sub.Tensor" or node.kwargs or not all(map(is_tensor, node.args)):
         return None
     x, mean = node.args
     if mean.target is operator.getitem and mean.args[1] == 1:  # torch.var_mean: (variance, mean)
@@ -185,32 +183,25 @@ class Norm:
 def norm_of(node: Node) -> Norm | None:
     """Return the norm whose statistics `node` applies to its input; None if it is no norm."""
     name = str(node.target)
-    if name.startswith(("aten.layer_norm", "aten.native_layer_norm")):
+    groups = 1
+    why = ""
+    if name.startswith("aten.layer_norm"):
         x, sizes = node.args[:2]
-        line = Line(x, len(shape(x)) - 1, int(sizes[-1]))
-        return Norm(line, argument(node, 4, 1e-5), refused=_refused_layer_norm(node))
+        axis = len(shape(x)) - 1
+        block = sizes[-1]
+        if len(sizes) > 1:
+            why = f"its mean is over {len(sizes)} axes"
     # Of (N, C) alone: that (N, C, ...) has one position may be due to the example. (A U-Net's
     # deepest GroupNorms see one position of a small picture, and more of a larger one.)
-    if name.startswith("aten.group_norm") and len(shape(node.args[0])) == 2:
+    elif name.startswith("aten.group_norm") and len(shape(node.args[0])) == 2:
         x, groups = node.args[:2]
+        axis = 1
         block = shape(x)[1] // groups
-        why = "" if block > 1 else "its mean is over one number"
-        return Norm(Line(x, 1, block), argument(node, 4, 1e-5), groups, refused=why)
-    return _by_hand(node)
-
-
-def _refused_layer_norm(node: Node) -> str:
-    """Return why a LayerNorm can never be folded; "" if it may be."""
-    sizes = node.args[1]
-    if len(sizes) != 1:
-        return f"its mean is over {len(sizes)} axes"
-    if sizes[0] == 1:
-        return "its mean is over one number"
-    for user in node.users:
-        # native_layer_norm returns (y, mean, inv_std)
-        if user.target is operator.getitem and user.args[1] > 0 and user.users:
-            return "its mean or its deviation is used as well"
-    return ""
+    else:
+        return _by_hand(node)
+    if block == 1:
+        why = "its mean is over one number"
+    return Norm(Line(x, axis, block), argument(node, 4, 1e-5), groups, refused=why)
 
 
 # ------------------------------------------------------------------------------ written out by hand

@@ -11,7 +11,6 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import permutations, product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +39,9 @@ class Swap:
 
 @dataclass(frozen=True)
 class Insertion:
-    """A centring of what module `path` returns or takes, along an axis, in blocks."""
+    """A centring of what module `path` returns, along an axis, in blocks."""
 
-    path: str  # "" is the whole model
-    argument: tuple[int, str] | None  # (position, name); None: what the module returns
+    path: str
     axis: int  # as in a Swap
     block: int
     ndim: int | None = None  # as in a Swap
@@ -120,29 +118,17 @@ class FoldedNorm(nn.Module):
                 "function here: analyze the model on inputs of this kind"
             )
 
-    def extra_repr(self) -> str:
-        return f"{self.swap.channels}, eps={self.swap.eps}, groups={self.swap.groups}"
-
 
 class Center:
-    """Centre what a module returns, or one of its arguments (a hook)."""
+    """Centre what a module returns (a forward hook)."""
 
     def __init__(self, insertion: Insertion):
         self.insertion = insertion
 
-    def __call__(self, module: nn.Module, *call: Any) -> Any:
-        if self.insertion.argument is None:  # a forward hook gets (args, output)
-            return self.center(call[-1])
-        args, kwargs = call  # a pre-hook with keywords
-        position, name = self.insertion.argument
-        if name in kwargs:
-            return args, {**kwargs, name: self.center(kwargs[name])}
-        return (*args[:position], self.center(args[position]), *args[position + 1 :]), kwargs
-
-    def center(self, x: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, args: tuple, x: Tensor) -> Tensor:
         if self.insertion.ndim not in (None, x.dim()):
             raise FoldError(
-                f"the centring inserted at {self.insertion.path or 'the input'} is for tensors of "
+                f"the centring inserted at {self.insertion.path} is for tensors of "
                 f"{self.insertion.ndim} axes, not for {tuple(x.shape)}: analyze the model on "
                 "inputs of this kind"
             )
@@ -277,11 +263,7 @@ def swap_and_insert(plan: Plan, model: nn.Module) -> None:
         if isinstance(module, nn.TransformerEncoder) and has_folded:
             module.use_nested_tensor = False  # nested tensors need the fast path of its layers
     for insertion in plan.insertions:
-        module = model.get_submodule(insertion.path)
-        if insertion.argument is None:
-            module.register_forward_hook(Center(insertion))
-        else:
-            module.register_forward_pre_hook(Center(insertion), with_kwargs=True)
+        model.get_submodule(insertion.path).register_forward_hook(Center(insertion))
 
 
 def _centered_once(weight: Tensor, gain: Tensor | None, axis: int, block: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Hugging Face models.
 
-hub: where they come from; config: their config.json and ours; weights: their weights and ours;
-coupled: makes transformers know the classes of modeling_coupled, which is copied into exported
-folders and knows nothing of this repository. Importing any other file does not import transformers.
-The wheel has hub alone.
+config: their config.json and ours; weights: their weights and ours; coupled: makes transformers
+know the classes of modeling_coupled, which is copied into exported folders and knows nothing of
+this repository. Importing any other file does not import transformers. Where the models come from
+is the subject of common/hub.py.
 """

@@ -8,17 +8,15 @@ three, so it cannot run them as something else. Its classes are in hf/modeling_c
 goes along with an exported model.
 """
 
-import difflib
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from common.errors import ConfigError, HFError
+from common.hub import MOST_LAYERS
 from configurator import Overrides
-from hf.hub import MOST_LAYERS
 from model import GPT, ROPE_SCALINGS, GPTConfig
 from norm_plan import NormPlan
 from norm_types import NONE, SHARED
@@ -46,36 +44,25 @@ LOCAL = "sliding_attention"  # their words for kinds of blocks
 GLOBAL = "full_attention"
 
 
-@dataclass(frozen=True)
-class Family:
-    """What tells the architectures of one shape apart.
-
-    Attributes:
-        qk_norm: the norm of queries and keys, as our key has it.
-        head_dim: the default in transformers' config class; 0: hidden_size / num_attention_heads.
-        eps: the default of rms_norm_eps.
-        is_tied: the default of tie_word_embeddings.
-        theta: the default base of rotary positions.
-        local_theta: the same in local blocks; 0: as in global ones.
-        period: by default every block but each `period`-th is local; 0: there are no local blocks.
-    """
-
-    qk_norm: str = "none"
-    head_dim: int = 0
-    eps: float = 1e-6
-    is_tied: bool = False
-    theta: float = 10000.0
-    local_theta: float = 0.0
-    period: int = 0
-
-
-FAMILIES = {
-    "gpt2": Family(),
-    "llama": Family(),
-    "qwen3": Family("head", head_dim=128),
-    "olmo2": Family("full", eps=1e-5),
-    "olmo3": Family("full", eps=1e-5, theta=5e5, period=4),
-    "gemma3_text": Family("head", head_dim=256, is_tied=True, theta=1e6, local_theta=1e4, period=6),
+# The norm of queries and keys, as our key has it
+QK_NORM = {"qwen3": "head", "olmo2": "full", "olmo3": "full", "gemma3_text": "head"}
+# By default every block but each fourth or sixth is local; the other families have no local blocks.
+PERIODS = {"olmo3": 4, "gemma3_text": 6}
+# What transformers' config classes have for keys that are absent
+LLAMA = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "head_dim": 0, "tie_word_embeddings": False}
+DEFAULTS = {
+    "gpt2": {"tie_word_embeddings": True},
+    "llama": LLAMA,
+    "qwen3": LLAMA | {"head_dim": 128},
+    "olmo2": LLAMA | {"rms_norm_eps": 1e-5},
+    "olmo3": LLAMA | {"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+    "gemma3_text": LLAMA
+    | {
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
 }
 
 # Keys of config.json that change what a model computes, with the values with which it computes what
@@ -109,7 +96,6 @@ LLAMA32 = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
-    "intermediate_size": 8192,
     "rope_theta": 5e5,
     "tie_word_embeddings": True,
     "rope_scaling": {
@@ -119,6 +105,20 @@ LLAMA32 = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
+}
+OLMO2 = {
+    "model_type": "olmo2",
+    "vocab_size": 100352,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 1,
+    "sliding_window": 512,
 }
 
 
@@ -149,46 +149,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape(QWEN3, 4096, 12288, 36, 32, tie_word_embeddings=False),
     "llama3.2-1b": _shape(LLAMA32, 2048, 8192, 16, 32, head_dim=64),
     "llama3.2-3b": _shape(LLAMA32, 3072, 8192, 28, 24, head_dim=128),
-    "olmo2-1b": {
-        "model_type": "olmo2",
-        "vocab_size": 100352,
-        "max_position_embeddings": 4096,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 5e5,
-        "tie_word_embeddings": False,
-    },
-    "gemma3-1b": {
-        "model_type": "gemma3_text",
-        "vocab_size": 262144,
-        "max_position_embeddings": 32768,
-        "hidden_size": 1152,
-        "intermediate_size": 6912,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-    },
+    "olmo2-1b": _shape(OLMO2, 2048, 8192, 16, 16),
+    "gemma3-1b": _shape(GEMMA3, 1152, 6912, 26, 4),
 }
 
 
 def shape_config(name: str) -> GPTConfig:
     """Return the config of a published shape. Raises HFError for a name that is not in SHAPES."""
     if name not in SHAPES:
-        near = difflib.get_close_matches(name.lower(), SHAPES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SHAPES)}"
-        raise HFError(f"unknown shape {name!r}: {hint}")
+        raise HFError(f"unknown shape {name!r}: there are {', '.join(SHAPES)}")
     return gpt_config(SHAPES[name], f"shape {name}")
 
 
@@ -212,7 +181,7 @@ def random_model(name: str, dtype: torch.dtype | None = None, seed: int = 0) -> 
 
 
 def architecture(hf: dict[str, Any]) -> str:
-    """Return a name of FAMILIES, or coupled_ and gpt2, llama or qwen3.
+    """Return a name of DEFAULTS, or coupled_ and gpt2, llama or qwen3.
 
     The class that saved the model decides, else model_type. Raises HFError for any other.
     """
@@ -239,6 +208,7 @@ def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
     """
     family = architecture(hf)
     base = family.removeprefix(COUPLED)
+    hf = DEFAULTS[base] | hf
     for key, allowed in NEUTRAL.items():
         if key in hf and hf[key] not in allowed:
             raise HFError(f"{origin}: {key}={hf[key]!r} is not supported")
@@ -280,15 +250,13 @@ def gpt2_keys(hf: dict[str, Any]) -> dict[str, Any]:
         "bias": True,
         "norm_type": "layer",
         "norm_eps": hf.get("layer_norm_epsilon", 1e-5),
-        "tie_embeddings": hf.get("tie_word_embeddings", True),
+        "tie_embeddings": hf["tie_word_embeddings"],
     }
 
 
 def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
     """Return our keys for a config.json of Llama's shape. Raises as gpt2_keys does."""
-    defaults = FAMILIES[family]
     heads = hf["num_attention_heads"]
-    eps = hf.get("rms_norm_eps", defaults.eps)
     keys = {
         "vocab_size": hf["vocab_size"],
         "block_size": hf["max_position_embeddings"],
@@ -297,15 +265,15 @@ def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
         "n_inner": hf["intermediate_size"],
         "n_head": heads,
         "n_kv_head": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or defaults.head_dim or hf["hidden_size"] // heads,
+        "head_dim": hf["head_dim"] or hf["hidden_size"] // heads,
         "activation": "swiglu",
         "position": "rope",
         "bias": family == "llama" and hf.get("mlp_bias", False),
         "attn_bias": hf.get("attention_bias", False),
         "norm_type": "rms",
-        "norm_eps": eps,
-        "qk_norm": None if defaults.qk_norm == "none" else defaults.qk_norm,
-        "tie_embeddings": hf.get("tie_word_embeddings", defaults.is_tied),
+        "norm_eps": hf["rms_norm_eps"],
+        "qk_norm": QK_NORM.get(family),
+        "tie_embeddings": hf["tie_word_embeddings"],
     }
     local = local_keys(hf, family)
     keys |= local
@@ -315,7 +283,7 @@ def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported")
     if family in ("olmo2", "olmo3"):
-        keys |= {"norm_type": "olmo2", "output_eps": eps}
+        keys |= {"norm_type": "olmo2", "output_eps": hf["rms_norm_eps"]}
     return keys
 
 
@@ -346,7 +314,7 @@ def local_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
     Newer files list `layer_types`, older ones of Gemma 3 give `sliding_window_pattern`. Raises
     ValueError for windows in other families, and for other kinds of attention.
     """
-    period = FAMILIES[family].period
+    period = PERIODS.get(family)
     types = hf.get("layer_types")
     if not period:
         has_window = hf.get("sliding_window") is not None and hf.get("use_sliding_window", True)
@@ -364,13 +332,10 @@ def local_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
         raise ValueError(f"layer_types={types} is not {layers} times {GLOBAL} or {LOCAL}")
     if LOCAL not in types:
         return {}
-    window = hf.get("sliding_window", 4096)
-    if not window:
-        raise ValueError(f"sliding_window={window} is not supported with {LOCAL}")
     letters = "".join("l" if kind == LOCAL else "g" for kind in types)
     # The shortest pattern that repeats, as a person would write it.
     repeats = (n for n in range(1, layers + 1) if (letters[:n] * layers)[:layers] == letters)
-    return {"window": window, "local_blocks": letters[: next(repeats)]}
+    return {"window": hf.get("sliding_window", 4096), "local_blocks": letters[: next(repeats)]}
 
 
 def rope_keys(hf: dict[str, Any], family: str, has_local: bool) -> dict[str, Any]:
@@ -380,12 +345,11 @@ def rope_keys(hf: dict[str, Any], family: str, has_local: bool) -> dict[str, Any
     local ones. Older versions have `rope_theta`, `rope_scaling` (of global blocks) and Gemma's
     `rope_local_base_freq`. Raises ValueError for a scaling that we do not compute.
     """
-    defaults = FAMILIES[family]
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     is_nested = any(isinstance(value, dict) for value in rope.values())
-    if is_nested and (not defaults.period or set(rope) != {GLOBAL, LOCAL}):
+    if is_nested and (family not in PERIODS or set(rope) != {GLOBAL, LOCAL}):
         raise ValueError(f"rope parameters of {', '.join(rope)} are not supported in {family}")
-    if defaults.period and hf.get("rope_parameters") and not is_nested:
+    if family in PERIODS and hf.get("rope_parameters") and not is_nested:
         # transformers 5 ignores them, or has applied them to local blocks too.
         raise ValueError(
             f"rope_parameters without {GLOBAL} and {LOCAL}, or beside rope_scaling, "
@@ -395,14 +359,14 @@ def rope_keys(hf: dict[str, Any], family: str, has_local: bool) -> dict[str, Any
     if is_nested:
         local = rope[LOCAL] or {}
         rope = rope[GLOBAL] or {}
-    theta = rope.get("rope_theta") or hf.get("rope_theta") or defaults.theta
+    theta = rope.get("rope_theta") or hf["rope_theta"]
     kind, scaling = rope_scaling(rope, hf)
     keys = {"rope_theta": theta, "rope_scaling": scaling, "rope_scaling_kind": kind}
     if not has_local:
         return keys
     if rope_scaling(local, {})[1]:
         raise ValueError(f"rope scaling in {LOCAL} is not supported")
-    base = hf.get("rope_local_base_freq") or defaults.local_theta or theta
+    base = hf.get("rope_local_base_freq") or theta
     base = local.get("rope_theta") or base
     return keys | {"local_rope_theta": 0.0 if base == theta else base}
 
@@ -554,7 +518,7 @@ def llama_entries(config: GPTConfig, family: str) -> dict[str, Any]:
         "rope_parameters": rope_entries(config),
         "attention_bias": attn_bias,
     }
-    if FAMILIES[family].period:
+    if family in PERIODS:
         base = config.local_rope_theta or config.rope_theta
         entries["rope_parameters"] = {
             GLOBAL: entries["rope_parameters"],

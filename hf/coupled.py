@@ -10,7 +10,7 @@ trust_remote_code=True a folder is read without this repository; with `register(
 without trust_remote_code.
 """
 
-from hf.hub import import_transformers
+from common.hub import import_transformers
 
 
 def register() -> None:

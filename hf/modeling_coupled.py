@@ -96,12 +96,6 @@ class Couple:
         super().__init__(config, *args, **kwargs)
         places = norm_places(self.base_model)
         letters = config.norm_plan.replace(" ", "")
-        is_plan = letters[:1] == "R" and set(letters) <= set("Rs")
-        if not (is_plan and len(letters) == len(config.coupled_alpha) == len(places)):
-            raise ValueError(
-                f"norm_plan {config.norm_plan!r} and {len(config.coupled_alpha)} numbers in "
-                f"coupled_alpha do not describe {len(places)} norms: is config.json damaged?"
-            )
         # A norm before attention has its source in an earlier block.
         self.shares_across = "s" in letters[:-1:2]
         is_gpt2 = hasattr(self.base_model, "h")
@@ -134,15 +128,14 @@ class Couple:
 def norm_places(base: Any) -> list[tuple[nn.Module, str]]:
     """List the norms of a base model of transformers in order: (owner, attribute)."""
     if hasattr(base, "h"):  # GPT-2
-        blocks = base.h
-        names = ("ln_1", "ln_2")
-        final = "ln_f"
-    else:  # Llama, Qwen3
-        blocks = base.layers
-        names = ("input_layernorm", "post_attention_layernorm")
-        final = "norm"
-    places = [(block, name) for block in blocks for name in names]
-    return [*places, (base, final)]
+        return [*norms_of(base.h, "ln_1", "ln_2"), (base, "ln_f")]
+    llama = norms_of(base.layers, "input_layernorm", "post_attention_layernorm")  # and Qwen3
+    return [*llama, (base, "norm")]
+
+
+def norms_of(blocks: Any, first: str, second: str) -> list[tuple[nn.Module, str]]:
+    """List the norms of the blocks in order."""
+    return [(block, name) for block in blocks for name in (first, second)]
 
 
 class NormKeys:

@@ -3,7 +3,7 @@
 Tensors are read one by one out of safetensors files.
 
     model = load_hf("path/to/Qwen3-0.6B")              # a folder with config.json and safetensors
-    model = load_hf(resolve_hub("Qwen/Qwen3-0.6B"))    # the same from the hub (hf/hub.py)
+    model = load_hf(resolve_hub("Qwen/Qwen3-0.6B"))    # the same from the hub (common/hub.py)
     export_hf(model, "path/to/folder")                 # and back
 
     python convert.py out/run --to=hf --out=path/to/folder
@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError, HFError
+from common.hub import companions, read_config
 from common.inputs import check_regular
 from common.output import whole_folder, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
 from hf.config import CODE, COUPLED, architecture, gpt_config, hf_config
-from hf.hub import companions, read_config
 from model import GPT, check_memory, rope_buffers
 from norms import Norm
 
@@ -49,39 +49,39 @@ BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rota
 # Our module -> theirs. Names within a block are relative to blocks.N here, and to h.N or layers.N
 # there.
 GPT2_NAMES = {
-    "wte": ["wte"],
-    "wpe": ["wpe"],
-    "norm_f.norm": ["ln_f"],
-    "lm_head": ["lm_head"],
-    "blocks": ["h"],
-    "norm1.norm": ["ln_1"],
-    "attn.qkv": ["attn.c_attn"],
-    "attn.proj": ["attn.c_proj"],
-    "norm2.norm": ["ln_2"],
-    "mlp.up": ["mlp.c_fc"],
-    "mlp.down": ["mlp.c_proj"],
+    "wte": "wte",
+    "wpe": "wpe",
+    "norm_f.norm": "ln_f",
+    "lm_head": "lm_head",
+    "blocks": "h",
+    "norm1.norm": "ln_1",
+    "attn.qkv": "attn.c_attn",
+    "attn.proj": "attn.c_proj",
+    "norm2.norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
 }
 LLAMA_NAMES = {
-    "wte": ["embed_tokens"],
-    "norm_f.norm": ["norm"],
-    "lm_head": ["lm_head"],
-    "blocks": ["layers"],
-    "norm1.norm": ["input_layernorm"],
-    "norm2.norm": ["post_attention_layernorm"],
-    "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attn.proj": ["self_attn.o_proj"],
-    "attn.q_norm": ["self_attn.q_norm"],
-    "attn.k_norm": ["self_attn.k_norm"],
-    "mlp.up": ["mlp.gate_proj", "mlp.up_proj"],
-    "mlp.down": ["mlp.down_proj"],
+    "wte": "embed_tokens",
+    "norm_f.norm": "norm",
+    "lm_head": "lm_head",
+    "blocks": "layers",
+    "norm1.norm": "input_layernorm",
+    "norm2.norm": "post_attention_layernorm",
+    "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "attn.proj": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "mlp.up": "mlp.gate_proj mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
 }
 # Llama's post_attention_layernorm is before the MLP, that of OLMo and Gemma is attention's output
 # norm. A block's norm1.output is here that of its own MLP (hf_pieces).
 OLMO_NAMES = LLAMA_NAMES | {
-    "norm2.output": ["post_attention_layernorm"],
-    "norm1.output": ["post_feedforward_layernorm"],
+    "norm2.output": "post_attention_layernorm",
+    "norm1.output": "post_feedforward_layernorm",
 }
-GEMMA_NAMES = OLMO_NAMES | {"norm2.norm": ["pre_feedforward_layernorm"]}
+GEMMA_NAMES = OLMO_NAMES | {"norm2.norm": "pre_feedforward_layernorm"}
 NAMES = {
     "gpt2": GPT2_NAMES,
     "llama": LLAMA_NAMES,
@@ -114,7 +114,12 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
     with torch.device("meta"):
         model = GPT(config)
     wanted = [name for name, _ in hf_pieces(model, family)]
-    check_names(stored, wanted, folder)
+    for name in sorted(stored.keys() - set(wanted)):
+        if name != "lm_head.weight" and not BUFFERS.fullmatch(name):
+            raise HFError(
+                f"{folder}: tensor {name} is not part of this architecture: "
+                "it would be ignored, so refused"
+            )
     dtype = dtype or read_tensor(stored, wanted[0], folder).dtype
     check_memory(config, dtype.itemsize)
     model.to(dtype).to_empty(device="cpu")
@@ -167,8 +172,6 @@ def export_hf(
         HFError: no architecture computes what the model does, or the folder is not empty.
     """
     folder = Path(folder)
-    if any(folder.glob("*")):
-        raise HFError(f"{folder}: there is something in it: choose a new folder")
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -266,8 +269,7 @@ def write_tokenizer(model: GPT, folder: Path) -> dict[str, int]:
     }
     end = tokenizer.token_to_id(END_OF_TEXT)
     names = ("bos_token", "eos_token") if end is not None else ()
-    for name in names:
-        settings[name] = END_OF_TEXT
+    settings |= dict.fromkeys(names, END_OF_TEXT)
     write_bytes_atomically(folder / "tokenizer.json", tokenizer.to_str().encode())
     write_json(folder / "tokenizer_config.json", settings)
     return {f"{name}_id": end for name in names}
@@ -328,8 +330,8 @@ def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
             module = "norm1.output"
         if module == "norm1.output":
             block -= 1  # the MLP of the block before
-        prefix = "" if block is None else f"{names['blocks'][0]}.{block}."
-        theirs = names[module]
+        prefix = "" if block is None else f"{names['blocks']}.{block}."
+        theirs = names[module].split()
         split = rows[len(theirs)]
         whole = parameter.detach()
         views = [whole] if split is None else whole.split(split)
@@ -341,30 +343,16 @@ def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}{name}.{part}", view
 
 
-def check_names(stored: Stored, wanted: list[str], folder: Path) -> None:
-    """Raise HFError that names the first tensor that is missing or left over.
-
-    A tied head may be stored although it is not needed.
-    """
-    for name in wanted:
-        if name not in stored:
-            raise HFError(
-                f"{folder}: tensor {name} is missing: is model*.safetensors all there, and of the "
-                "same model as config.json?"
-            )
-    for name in sorted(stored.keys() - set(wanted)):
-        if name != "lm_head.weight" and not BUFFERS.fullmatch(name):
-            raise HFError(
-                f"{folder}: tensor {name} is not part of this architecture: "
-                "it would be ignored, so refused"
-            )
-
-
 def read_tensor(stored: Stored, name: str, folder: Path) -> Tensor:
     """Read one tensor in the type that it is stored in.
 
-    Raises HFError for integers and 8-bit floats (quantised weights).
+    Raises HFError where it is missing, and for integers and 8-bit floats (quantised weights).
     """
+    if name not in stored:
+        raise HFError(
+            f"{folder}: tensor {name} is missing: is model*.safetensors all there, and of the same "
+            "model as config.json?"
+        )
     file, full_name = stored[name]
     tensor = file.get_tensor(full_name)
     if not tensor.is_floating_point() or tensor.element_size() < 2:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from hf.hub import import_transformers
+from common.hub import import_transformers
 from model import GPT, GPTConfig
 from posthoc.kl import CHUNK
 

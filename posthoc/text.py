@@ -16,9 +16,9 @@ from torch import Tensor
 
 from common.errors import DataError
 from common.fingerprint import fingerprint
+from common.hub import import_transformers
 from data.documents import Document, TextOf, input_files, plain_text, read_files, read_hub
 from data.tokenizers import document_start, load_tokenizer
-from hf.hub import import_transformers
 
 
 def text_of_rows(meta: dict) -> TextOf:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from common.hub import import_transformers
 from fold.certificate import Inputs, randomize
-from hf.hub import import_transformers
 
 hf = import_transformers()
 

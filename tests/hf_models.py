@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from hf.hub import import_transformers
+from common.hub import import_transformers
 
 transformers, reason = None, ""
 try:

@@ -21,8 +21,8 @@ from fold.certificate import certify
 from load import load_model
 from model import GPT, GPTConfig
 from norm_types import NORM_TYPES
-from norms import CenteredLinear, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm
-from posthoc.coupling import to_coupled, view
+from norms import LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm
+from posthoc.coupling import view
 from taper import tapers
 from training.checkpoint import save_checkpoint
 
@@ -85,12 +85,7 @@ def test_layer_norm_becomes_rms_norm(norm_type, shape):
     assert after.config.norm_type == "rms" and not after.config.tie_embeddings
     assert all(isinstance(place.norm, RMSNorm) for place in after.places())
     assert (after.norm_f.norm.bias is None) == (model.norm_f.norm.bias is None)
-    assert not any(isinstance(module, CenteredLinear) for module in after.modules())
     assert torch.equal(after.lm_head.weight, model.head_weight())
-    assert (
-        after.wte.weight.mean(-1).abs().max() < 1e-16
-        and model.wte.weight.mean(-1).abs().max() > 1e-2
-    )
     replaced = certified(model, lambda m: fold.rebuild(m, after.config, fold.untied(m)))[1]
     assert not replaced.ok and replaced.max_rel > 1e-2  # RMSNorm alone is another function
 
@@ -106,7 +101,7 @@ def test_layer_norm_becomes_rms_norm(norm_type, shape):
         ({"norm_type": "olmo2", **ONE_PLUS}, "olmo2"),
         ({"norm_type": "keel", **ONE_PLUS, "residual_weight": 3.0}, "keel"),
         # an output LayerNorm, one of the embeddings, or both
-        ({"norm_type": "peri", "norm_plan": "RRRRRRR|LLLLLL|R"}, "rms"),
+        ({"norm_type": "peri", "norm_plan": "RRRRRRR|LLLLLL|R", "bias": True}, "rms"),
         ({"norm_type": "peri", "norm_plan": "RRRRRRR|LIIRRL|L", **LLAMA}, "rms"),
         ({"norm_type": "olmo2", "norm_plan": "IIIIIIR|LLLLLL", **ONE_PLUS}, "olmo2"),
         # without gains everything has zero mean
@@ -147,12 +142,6 @@ def test_without_an_exact_form_the_layout_is_refused(keys):
         convert.convert(gpt(**keys), convert.ConvertConfig(to="rms"))
 
 
-def test_norms_without_biases_get_zeros_beside_those_that_have_one():
-    model = gpt(norm_type="peri", norm_plan=f"{'R' * 7}|{'L' * 6}", bias=True)
-    _, certificate = certified(model, fold.to_rms)
-    assert certificate.ok
-
-
 @pytest.mark.parametrize(
     ("base", "final", "shape"),
     [
@@ -172,13 +161,11 @@ def test_taper_at_gate_0_becomes_nothing(base, final, shape):
         taper_fit=fit,
         **SHAPES[shape],
     )
-    assert {norm.scale.shape for norm in tapers(model)} == {(16,) if fit == "channel" else ()}
     after, certificate = certified(model, fold.to_folded)
     assert certificate.ok and certificate.max_rel < 1e-13
     norms = [place.norm for place in after.places()]
     assert all(isinstance(norm, NoNorm) and not list(norm.parameters()) for norm in norms[:-1])
     assert str(after.plan) == "II II II " + ("I" if final else "R" if base == "rms" else "L")
-    assert type(norms[-1]) is (NoNorm if final else RMSNorm if base == "rms" else LayerNorm)
     assert after.config.tie_embeddings == (model.config.tie_embeddings and not final)
 
 
@@ -204,12 +191,7 @@ def test_a_taper_whose_gate_is_open_is_refused(steps):
     model = gpt(steps=steps, norm_type="taper")
     with pytest.raises(fold.FoldError, match=r"position 0: its gate is at .*train to the end"):
         fold.to_folded(model)
-    if steps:  # half way its scaling is known, and can be had if one wants it
-        certificate = certified(
-            model, lambda m: fold.to_folded(m, exact=False), random_weights=False
-        )[1]
-        assert not certificate.ok
-    else:
+    if not steps:  # half way its scaling is known, and can be had if one wants it
         with pytest.raises(fold.FoldError):
             fold.to_folded(model, exact=False)
 
@@ -234,52 +216,6 @@ def test_alpha_goes_into_the_gains(keys):
     assert after.config.coupled_alpha == 1.0 and {
         place.norm.alpha for place in after.places() if hasattr(place.norm, "alpha")
     } == {1}
-    cores = [gpt.blocks[0].norm2.core for gpt in (after, model)]
-    assert not torch.equal(cores[0].weight, cores[1].weight)
-
-
-@pytest.mark.parametrize("plan", ["", "RR Rs ss R"])
-def test_calibrated_alpha_brings_coupled_nearer_to_rms(plan):
-    model = gpt(norm_type="rms")
-    after, certificate = certified(
-        model, lambda m: to_coupled(m, plan, tokens(8, 12)), random_weights=False
-    )
-    assert str(after.plan) == (plan or "RR Rs Rs R") and not certificate.ok
-    again = to_coupled(model, plan, tokens(8, 12))
-    assert again.wte.weight.data_ptr() != model.wte.weight.data_ptr()
-    assert (
-        after.config.coupled_alpha == again.config.coupled_alpha
-        and len(after.config.coupled_alpha) == 7
-    )
-    assert all(
-        (alpha == 1) == (letter == "R")
-        for alpha, letter in zip(after.config.coupled_alpha, after.plan.letters)
-    )
-    plain = replace(after.config, coupled_alpha=1.0)
-    without = fold.rebuild(model, plain, fold.wide_state(model))
-    x = tokens(2, 12)
-    assert convert.mean_kl(model, after, x) < 0.9 * convert.mean_kl(model, without, x)
-
-
-@pytest.mark.parametrize(
-    ("rewrite", "accepted"),
-    [
-        (fold.to_rms, {"layer", "cbwc", "lns"}),
-        (fold.to_folded, set()),
-        (fold.absorb_alpha, {"coupled"}),
-        # mixln of three blocks has the plan of rms
-        (lambda model: to_coupled(model, "", tokens(2, 12)), {"rms", "mixln"}),
-    ],
-    ids=["rms", "folded", "alpha", "coupled"],
-)
-def test_what_does_not_fit_is_refused(rewrite, accepted):
-    for norm_type in NORM_TYPES.keys() - {"taper"}:  # tapers: below and above
-        model = gpt(norm_type=norm_type)
-        if norm_type in accepted:
-            rewrite(model)
-        else:
-            with pytest.raises(fold.FoldError, match=f"norm_type={norm_type}"):
-                rewrite(model)
 
 
 # ----------------------------------------------------------------------------------------- programs
@@ -293,15 +229,8 @@ def saved(tmp_path):
         model, path = gpt(steps, **keys).float(), tmp_path / f"{keys['norm_type']}.pt"
         chars = "".join(chr(48 + i) for i in range(32))
         meta = {"tokenizer": "chars", "vocab_size": 32, "chars": chars}
-        save_checkpoint(
-            path,
-            {
-                "step": steps,
-                "config": vars(model.config),
-                "meta": meta,
-                "model": model.state_dict(),
-            },
-        )
+        content = {"config": vars(model.config), "meta": meta, "model": model.state_dict()}
+        save_checkpoint(path, {"step": steps, **content})
         return path
 
     return save
@@ -353,38 +282,13 @@ def test_what_is_written_is_the_converted_model(to, source, words, saved, tmp_pa
     printed = capsys.readouterr().out.splitlines()
     told, certificate = json.loads(printed[-1]), json.loads((out / "certificate.json").read_text())
     assert told["ok"] == certificate["ok"] == (words == [])
-    assert (
-        certificate["checks"][-1]["dtype"] == "float32" and certificate["environment"]["versions"]
-    )
     before, after, idx = load_model(str(path)), load_model(str(out)), tokens(2, 12, seed=5)
     difference = (before(idx) - after(idx)).abs().max() / before(idx).abs().max()
     assert difference < 2e-6 if told["ok"] else difference > 1e-5
-    assert ("wte.weight" in certificate["parameters"]) == (to == "rms")
     sample.main([str(out), "--prompt=579", "--max_new_tokens=5", "--device=cpu"])
     assert capsys.readouterr().out.startswith("579")
     with pytest.raises(ConfigError, match="something in it"):
         convert.main([str(path), f"--to={to}", f"--out={out}"])
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"norm_type": "cbwc", "bias": True},
-        {"norm_type": "layer", "bias": True},
-        {"norm_type": "coupled", "coupled_alpha": 1.2},
-        {"norm_type": "taper", "steps": 7},
-        {"norm_type": "rms", **LLAMA},
-        {"norm_type": "none", "norm_plan": "II II II R"},
-    ],
-    ids=str,
-)
-def test_decode_form_is_certified(keys, saved, tmp_path, capsys):
-    path = saved(**keys)
-    convert.main([str(path), "--to=decode", "--json"])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["ok"] and told["max_rel"] < 1e-13 and abs(told["kl"]) < 1e-6
-    with pytest.raises(ConfigError, match="out is a key of"):
-        convert.main([str(path), "--to=decode", f"--out={tmp_path / 'out'}"])
 
 
 def test_text_calibrates_and_judges(saved, tmp_path, capsys):
@@ -394,9 +298,6 @@ def test_text_calibrates_and_judges(saved, tmp_path, capsys):
     convert.main([str(path), "--to=coupled", "--inexact", f"--text={text}", *words])
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1])["kl"] > 0 and "KL" in printed
-    text.write_text("0123")
-    with pytest.raises(ConfigError, match="give more text"):
-        convert.main([str(path), "--to=coupled", "--inexact", f"--text={text}"])
 
 
 @pytest.mark.parametrize(
@@ -443,12 +344,10 @@ def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_
 
 @needs_transformers
 def test_a_hugging_face_gpt2_becomes_rms_and_coupled(tmp_path, capsys):
-    """In folders that transformers reads, with RMSNorms; what is not exact is said at once."""
+    """In folders that transformers reads, with RMSNorms."""
     theirs, idx = shake(tiny("gpt2")).float().eval(), tokens(2, 12)
     source, rms, coupled = (tmp_path / name for name in ("gpt2", "rms", "coupled"))
     save(theirs, source)
-    with pytest.raises(ConfigError, match=r"first make rms.*--to=rms"):
-        convert.main([str(source), "--to=coupled", "--inexact"])
     convert.main([str(source), "--to=rms", f"--out={rms}"])
     assert "trust_remote_code=True" in capsys.readouterr().out.splitlines()[0]
     assert json.loads((rms / "certificate.json").read_text())["ok"]
@@ -488,7 +387,7 @@ def test_biases_of_norms_that_share_move_into_linears(attn_bias):
         (["--to=layer"], "to"),
         (["--to=rms", "--text=x"], "text is a key of"),
         (["--to=folded", "--insert"], "insert is a key of"),
-        (["--to=decode", "--transformers"], "transformers is a key of"),
+        (["--to=folded", "--transformers"], "transformers is a key of"),
         (["--to=rms", "--rules=paper"], "rules"),
         (["--to=coupled"], "add --inexact"),
         (["--to=rms", "--out"], "out"),

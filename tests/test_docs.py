@@ -50,7 +50,6 @@ python convert.py out/layer --to=rms --out=out/layer-rms
 python convert.py out/taper --to=folded --out=out/taper-folded
 python convert.py out/rms --to=weightless --out=out/weightless
 python convert.py out/rms --to=coupled --inexact --out=out/coupled
-python convert.py out/demo --to=decode
 python convert.py out/layer --analyze
 python convert.py out/rms --to=hf --out=out/hf
 python bench_decode.py random:qwen3-0.6b --ledger

@@ -107,7 +107,7 @@ def test_no_gain_is_left_that_linears_alone_read(keys, expected):
     ],
 )
 def test_without_such_a_gain_it_is_refused(keys, why):
-    with pytest.raises(FoldError, match=f"norm_type={keys['norm_type']}.*{why}"):
+    with pytest.raises(FoldError, match=why):
         gain_folds(gpt(**keys))
 
 

@@ -37,11 +37,10 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ALONE = {"kernels": {"common"}, "fold": {"common", "kernels"}, "evidence": {"common"}}
 KNOWS_MORE = {
     "fold/gpt.py": {"norms", "taper", "norm_types", "norm_plan", "model", "load"},
-    "fold/hub.py": {"hf"},
 }
 # The one way to transformers, which must not take our kernels/ for the package of that name; and
 # the file that is copied into exported folders.
-TO_TRANSFORMERS = {"hf/hub.py", "hf/modeling_coupled.py"}
+TO_TRANSFORMERS = {"common/hub.py", "hf/modeling_coupled.py"}
 
 
 def sources() -> dict[str, str]:
@@ -95,7 +94,7 @@ def violations(files: dict[str, str]) -> list[str]:
             if target in ("tests", "config") or (ROOT / "tests" / f"{target}.py").exists():
                 wrong.append(f"{where}, which is for tests and recipes")
             if target == "transformers" and file not in TO_TRANSFORMERS:
-                wrong.append(f"{where}: call import_transformers() of hf/hub.py")
+                wrong.append(f"{where}: call import_transformers() of common/hub.py")
             if target == room or target not in LEVEL:
                 continue
             where = f"{file}:{line}: {room} imports {target}"

@@ -3,21 +3,16 @@
 import pytest
 import torch
 from fold_nets import C, counts, folded, net
-from helpers import close, draw
+from helpers import draw
 from torch import Tensor, nn
 
-from fold import analyze, parametrize_cbwc
+from fold import analyze
 
 
 def pow_and_sqrt(x: Tensor, axis: int) -> Tensor:
     mean = x.mean(axis, keepdim=True)
     variance = (x - mean).pow(2).mean(axis, keepdim=True)
     return (x - mean) / torch.sqrt(variance + 1e-6)
-
-
-def square_and_power(x: Tensor, axis: int) -> Tensor:
-    centred = x - x.mean(axis, keepdim=True)
-    return centred / ((centred * centred).mean(axis, keepdim=True) + 1e-6) ** 0.5
 
 
 def variance_and_rsqrt(x: Tensor, axis: int) -> Tensor:
@@ -39,13 +34,8 @@ def eps_outside(x: Tensor, axis: int) -> Tensor:
     return (x - x.mean(axis, keepdim=True)) / (x.std(axis, keepdim=True, correction=0) + 1e-6)
 
 
-def of_another_mean(x: Tensor, axis: int) -> Tensor:
-    variance = x.relu().var(axis, correction=0, keepdim=True)
-    return (x - x.mean(axis, keepdim=True)) * torch.rsqrt(variance + 1e-6)
-
-
-NORMS = (pow_and_sqrt, square_and_power, variance_and_rsqrt, both_at_once)
-OTHERS = (corrected, eps_outside, of_another_mean)
+NORMS = (pow_and_sqrt, variance_and_rsqrt, both_at_once)
+OTHERS = (corrected, eps_outside)
 
 
 class Hand(nn.Module):
@@ -55,17 +45,13 @@ class Hand(nn.Module):
         super().__init__()
         self.normalise = normalise
         self.axis = 1 if first else -1
-        self.gamma = nn.Parameter(torch.ones(C))
-        self.beta = nn.Parameter(torch.zeros(C)) if bias else None
+        shape = (C, 1) if first else (C,)
+        self.gamma = nn.Parameter(torch.ones(shape))
+        self.beta = nn.Parameter(torch.zeros(shape)) if bias else None
 
     def forward(self, hidden, unused=None):
-        y = self.normalise(hidden, self.axis)
-        gain, bias = self.gamma, self.beta
-        if self.axis == 1:
-            gain = gain[:, None]
-            bias = bias if bias is None else bias[:, None]
-        y = gain * y
-        return y if bias is None else y + bias
+        y = self.gamma * self.normalise(hidden, self.axis)
+        return y if self.beta is None else y + self.beta
 
 
 def plain(m, x):
@@ -91,14 +77,7 @@ def test_a_module_by_hand_folds(normalise, bias, forward):
     assert after.norm.swap.eps == 1e-6 and after.state_dict().keys() == model.state_dict().keys()
     assert after.norm.swap.axis == (1 if forward is channels_first else -1)
     assert certificate.checks[-1].inputs == "resized"
-    report = analyze(model, (draw(2, 4, C),))
-    assert report.rows[0].by_hand
-    x = draw(3, 4, C, seed=1)
-    grads = []
-    for one in (model, parametrize_cbwc(model, report)):
-        one(x).square().sum().backward()
-        grads.append([p.grad for p in one.norm.parameters()])
-    close(*grads)
+    assert analyze(model, (draw(2, 4, C),)).rows[0].by_hand
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from helpers import draw
 from torch import nn
 
-from fold.certificate import certify, fresh_inputs, randomize, run
+from fold.certificate import certify, fresh_inputs, randomize
 
 X = draw(3, 8, dtype=torch.float32)
 
@@ -74,7 +74,6 @@ def test_exact_conversion():
 def test_what_is_not_exact(convert, named):
     certificate = certify(Head(), convert, (X,))[1]
     assert not certificate.ok and named in certificate.reason and "NOT exact" in str(certificate)
-    assert (json.loads(certificate.to_json())["max_rel"] is None) == (convert is nan)
     given = certify(Head(), convert, (X,), random_weights=False)[1]
     assert given.ok == (convert is without_bias)
 
@@ -119,9 +118,3 @@ def test_fresh_inputs():
     assert set(fresh["ids"].flatten().tolist()) <= {3, 9, 4, 11} and fresh["flag"]
     assert torch.equal(fresh["mask"], mask) and not torch.equal(fresh["x"], x)
     assert abs(fresh["x"].mean() - 5) < 0.3 and abs(fresh["x"].std() - 2) < 0.2
-
-
-def test_casts_are_widened():
-    model, x = Head().double(), draw(2, 8)
-    wide, narrow = run(model, (x,)), run(model, (x,), widen=False)
-    assert wide.dtype is torch.float64 and (wide - narrow).abs().max() > 1e-10

@@ -223,38 +223,27 @@ STEPS = (
 
 
 def awkward(choose: random.Random) -> tuple[nn.Module, list[tuple[int, ...]]]:
-    """Return a random module around a norm, and shapes that it may take; the first is the
-    example's.
-    """
-    sizes = (1, 1, 2, 3, C)
+    """Return random steps around norms, and shapes that it may take; the first is the example's."""
     others = (
         lambda h, norm: h.softmax(1),
-        lambda h, norm: h.flatten(1).softmax(1).view_as(h),
         lambda h, norm: norm(h.mean(0)),
         lambda h, norm: h.std(1, keepdim=True, correction=0),
     )
     norms = (
         nn.LayerNorm(C),
-        nn.GroupNorm(choose.choice([1, 2]), C),
+        nn.GroupNorm(2, C),
         Whitened(-1),
         Whitened(1),
         AxisOne(),
         Beside(choose.choice(others)),
     )
-    parts = []
-    for _ in range(choose.choice([1, 1, 2])):
+    parts = [nn.Linear(C, C)]
+    for norm in choose.sample(norms, choose.choice([1, 1, 2])):
         parts += choose.choices(STEPS, k=choose.choice([0, 0, 1, 1, 2]))
-        parts.append(choose.choice(norms))
-        parts += choose.choices([nn.Linear(C, C), nn.GELU(), Residual()], k=choose.choice([0, 1]))
-    if choose.random() < 0.5:
-        shapes = [(*choose.choices(sizes, k=choose.choice([1, 1, 2, 2, 3])), C) for _ in range(8)]
-        return prepared(steps(nn.Linear(C, C), *parts)), shapes
-    stride = choose.choice([1, 2])
-    shapes = [
-        (*choose.choices(sizes, k=choose.choice([0, 1, 1])), 3, choose.choice([2, 4, C, 2 * C]))
-        for _ in range(8)
-    ]
-    return prepared(steps(nn.Conv1d(3, C, 2, stride), *parts)), shapes
+        parts += [norm, *choose.sample([nn.Linear(C, C), nn.GELU(), Residual()], k=1)]
+    ranks = choose.choices([1, 1, 2, 2, 3], k=8)
+    shapes = [(*choose.choices((1, 1, 2, 3, C), k=rank), C) for rank in ranks]
+    return prepared(steps(*parts)), shapes
 
 
 def test_random_modules():

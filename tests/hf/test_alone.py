@@ -179,25 +179,16 @@ def test_the_manual_serves_a_folder(folders, found):
     block = (folders / "served.py").read_text()
     prompt = re.search(r'generate\("(.*?)"', block)[1]
     printed = (folders / "served.txt").read_text().removesuffix("\n")
-    assert printed.startswith(prompt) and set(printed) <= set(CHARS["chars"])
-    assert len(printed) > len(prompt)
+    assert printed.startswith(prompt) and len(printed) > len(prompt)
 
 
-def test_our_process_runs_the_same_file(folders, tmp_path):
-    """`register()` takes its classes, and a model that they save has it, without trust."""
+def test_our_process_runs_the_same_file(folders):
+    """`register()` takes its classes, without trust."""
     register()
     for family in SHAPES:
         model = transformers.AutoModelForCausalLM.from_pretrained(folders / f"{family}_1_absorbed")
-        source = sys.modules[type(model).__module__].__file__
-        assert Path(source).samefile(SOURCE)
+        assert Path(sys.modules[type(model).__module__].__file__).samefile(SOURCE)
         assert ARCHITECTURES[type(model).__name__] == model.config.model_type
-        model.save_pretrained(tmp_path / family)
-        config = json.loads((tmp_path / family / "config.json").read_text())
-        assert config["auto_map"] == {
-            "AutoConfig": f"modeling_coupled.{type(model.config).__name__}",
-            "AutoModelForCausalLM": f"modeling_coupled.{type(model).__name__}",
-        }
-        assert (tmp_path / family / SOURCE.name).read_bytes() == SOURCE.read_bytes()
 
 
 def test_our_programs_ask_nothing_about_the_code(folders, tmp_path, monkeypatch):

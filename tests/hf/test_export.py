@@ -6,23 +6,18 @@ without us).
 
 import copy
 import json
-import os
-import pickle
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT, offline_data, shake, start_code
+from helpers import offline_data, shake, start_code
 from hf_models import edit_json, needs_transformers, save, tiny, tokens, transformers
 
-from common.errors import HFError, UserError
+from common.errors import HFError
 from data.tokenizers import load_tokenizer
 from fold import gpt
 from hf import weights
-from hf.config import shape_config
 from hf.coupled import register
 from model import GPT, GPTConfig
 
@@ -65,13 +60,6 @@ def test_stock_models_come_back_as_they_were(name, tmp_path):
     assert type(again) is type(theirs)
     assert torch.equal(again(idx).logits, theirs(idx).logits)
     assert weights.load_hf(tmp_path / "second").config == model.config
-    # coupled_first = L is the teacher: the same class, the same bits.
-    can_share = model.config.norm_type == "rms"
-    all_own = couple(model, "RR RR RR R") if can_share else model
-    assert torch.equal(all_own(idx), model(idx))
-    assert json.loads(
-        (weights.export_hf(all_own, tmp_path / "third") / "config.json").read_text()
-    ) == json.loads((tmp_path / "second" / "config.json").read_text())
 
 
 @needs_transformers
@@ -93,9 +81,8 @@ def test_threads_keep_their_statistics_apart(tmp_path):
     hook = model.model.layers[1].self_attn.register_forward_hook(interrupt)
     assert torch.equal(model(first).logits, expected[0])
     assert torch.equal(found[0], expected[1]) and not torch.equal(*expected)
-    # Copies, also by pickle, have no statistic yet, and find their own sources.
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(copied(first).logits, expected[0])
+    # A copy has no statistic yet, and finds its own sources.
+    assert torch.equal(copy.deepcopy(model)(first).logits, expected[0])
 
 
 @needs_transformers
@@ -116,16 +103,11 @@ def test_gradient_checkpointing_keeps_to_its_batch(tmp_path):
     model = auto(weights.export_hf(couple(stock, "RR Rs Rs R"), tmp_path / "within")).double()
     plain = gradients(model)
     model.gradient_checkpointing_enable()
-    assert model.is_gradient_checkpointing
-    assert (
-        gradients(model) - plain
-    ).abs().max() <= 1e-12 * plain.abs().max() and plain.abs().max() > 0
+    assert (gradients(model) - plain).abs().max() <= 1e-12 * plain.abs().max()
+    assert model.is_gradient_checkpointing and plain.abs().max() > 0
     model = auto(weights.export_hf(couple(stock), tmp_path / "across"))
-    with pytest.raises(
-        ValueError, match=r"'RR Rs ss R' shares statistics across blocks.*train without it"
-    ):
+    with pytest.raises(ValueError, match="shares statistics across blocks"):
         model.gradient_checkpointing_enable()
-    assert not model.is_gradient_checkpointing
 
 
 TEXT = "def héllo():  \n\n  \t\r\n    return 'we\u2019ll' + \"日本 😀\" # it's 1234\x00 \n end  \n"
@@ -154,17 +136,10 @@ def test_tokenizers_of_our_own_data_go_along(meta, tmp_path, monkeypatch):
     assert theirs.model_max_length == SHAPE.block_size and len(theirs) == ours.n_vocab
     config = transformers.AutoConfig.from_pretrained(folder)
     end = None if meta["tokenizer"] == "chars" else ours.eot_token
-    assert (
-        (theirs.eos_token_id, theirs.bos_token_id)
-        == (config.eos_token_id, config.bos_token_id)
-        == (end, end)
-    )
+    for one in (theirs, config):
+        assert one.eos_token_id == one.bos_token_id == end
     again = load_tokenizer(weights.load_hf(folder).meta)  # and back
-    assert (
-        again.encode_ordinary(TEXT) == ids
-        and again.decode(ids) == TEXT
-        and again.n_vocab == ours.n_vocab
-    )
+    assert again.encode_ordinary(TEXT) == ids and again.decode(ids) == TEXT
 
 
 @needs_transformers
@@ -246,25 +221,22 @@ def test_what_the_architecture_always_has_is_written_as_it_stores_it(
         assert torch.equal(stored, (gain - offset).float())
 
 
-@pytest.mark.parametrize("is_cache", [False, True])
-def test_an_export_copies_only_the_models_own_files(is_cache, tmp_path):
-    """Whatever links are in the folder, from the hub's cache or not: it will be uploaded."""
+def test_an_export_copies_only_the_models_own_files(tmp_path):
+    """Whatever links are in the folder, here of the hub's cache: it will be uploaded."""
     folder = weights.export_hf(GPT(GPT2_SHAPE), tmp_path / "m/snapshots/c0ffee").resolve()
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "m/blobs").mkdir()
     (tmp_path / "m/blobs/1").write_text("merges")
-    if not is_cache:
-        folder = folder.rename(tmp_path / "m/plain")
     (folder / "tokenizer_x").symlink_to(tmp_path / "secret")
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
     (folder / "vocab.json").symlink_to("/dev/zero")
-    (folder / "merges.txt").symlink_to("../../blobs/1" if is_cache else tmp_path / "m/blobs/1")
+    (folder / "merges.txt").symlink_to("../../blobs/1")
     (folder / "added_tokens.json").symlink_to("config.json")
     (folder / "special_tokens_map.json").write_text("{}")
     edit_json(folder / "config.json", eos_token_id=[1, 6], bos_token_id=2)
     out = weights.export_hf(weights.load_hf(folder), tmp_path / "out")
     expected = {"config.json", "generation_config.json", "model.safetensors", "added_tokens.json"}
-    expected |= {"special_tokens_map.json"} | ({"merges.txt"} if is_cache else set())
+    expected |= {"special_tokens_map.json", "merges.txt"}
     assert {path.name for path in out.iterdir()} == expected
     assert not any(path.is_symlink() for path in out.iterdir())
     config = json.loads((out / "config.json").read_text())
@@ -312,15 +284,10 @@ def test_what_no_architecture_computes_is_refused(config, key, tmp_path):
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
-@needs_transformers
-def test_damaged_folders(tmp_path):
-    folder = weights.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), tmp_path / "out")
-    with pytest.raises(HFError, match="something in it"):
-        weights.export_hf(GPT(GPT2_SHAPE), folder)
-    edit_json(folder / "config.json", norm_plan="Rs R")
-    for load, kind in ((auto, ValueError), (weights.load_hf, UserError)):
-        with pytest.raises(kind, match="norm_plan 'Rs R'"):
-            load(folder)
+def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(HFError, match="not empty"):
+        weights.export_hf(GPT(GPT2_SHAPE), tmp_path)
 
 
 def test_programs_do_not_import_transformers_before_they_need_it(tmp_path):
@@ -328,62 +295,3 @@ def test_programs_do_not_import_transformers_before_they_need_it(tmp_path):
     job = start_code(program, tmp_path / "printed")
     job.join(60)
     assert (tmp_path / "printed").read_text().split() == ["False"]
-
-
-PEAK = """
-import re, sys, threading, time
-import torch
-from hf import weights as hf
-
-def anonymous():
-    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-
-torch.set_num_threads(1)
-hf.load_hf(sys.argv[2])  # what torch and safetensors load at first use is no part of the model
-before, peak, done = anonymous(), 0, False
-
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-model = hf.load_hf(sys.argv[1])
-done = True
-watcher.join()
-print((peak - before) / sum(tensor.nbytes for tensor in model.parameters()))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_loading_needs_no_second_copy(tmp_path):
-    """Peak anonymous memory above the level before, in checkpoints: at most 1.2.
-
-    NANONORM_FULL=1: all 0.6 B.
-    """
-    shape = shape_config("qwen3-0.6b")
-    if not os.environ.get("NANONORM_FULL"):
-        shape = replace(shape, vocab_size=8192, n_layer=4, block_size=1024)
-    with torch.device("meta"):
-        model = GPT(shape).bfloat16()
-    model.to_empty(device="cpu")
-    for index, parameter in enumerate(model.parameters()):
-        torch.nn.init.constant_(parameter, 0.01 * (index + 1))
-    weights.export_hf(model.eval(), tmp_path / "out")
-    weights.export_hf(
-        GPT(replace(SHAPE, position="rope", activation="swiglu", norm_type="rms")),
-        tmp_path / "tiny",
-    )
-    words = [sys.executable, "-c", PEAK, tmp_path / "out", tmp_path / "tiny"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    print(
-        "checkpoint:",
-        sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")),
-        "bytes, peak:",
-        float(done.stdout),
-        "times that",
-    )
-    # A second copy would make it 2.
-    assert 0.9 < float(done.stdout) <= 1.4, done.stderr

@@ -5,8 +5,6 @@ template adds one: as in lm-evaluation-harness and in transformers.
 """
 
 import json
-import os
-import random
 import string
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -22,7 +20,6 @@ from common.errors import DataError
 from data.tokenizers import load_tokenizer
 from evals.likelihood import encode_pairs, log_likelihoods
 from hf.weights import load_hf
-from model import GPT, GPTConfig
 from posthoc.coupling import text_windows
 from posthoc.text import open_stream
 
@@ -87,19 +84,9 @@ def test_likelihoods_are_those_of_lm_evaluation_harness(family, template, tmp_pa
     folder = folder_of(family, template, tmp_path / "model")
     harness = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4)
 
-    def expected(pairs):
-        requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
-        return harness.loglikelihood(requests, disable_tqdm=True)
-
-    draw = random.Random(family + template)
-
-    def text(most):
-        return "".join(draw.choice("that is or sat. ") for _ in range(draw.randint(1, most)))
-
-    pairs = PAIRS + [("a" + text(70), "a" + text(20)) for _ in range(10)]
-    pairs += [("The cat " + text(40) + "a", ending) for ending in (" sat", " is", " " + text(9))]
-    ours, is_greedy = likelihoods(load_hf(folder), pairs)
-    theirs, is_theirs = zip(*expected(pairs), strict=True)
+    ours, is_greedy = likelihoods(load_hf(folder), PAIRS)
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in PAIRS]
+    theirs, is_theirs = zip(*harness.loglikelihood(requests, disable_tqdm=True), strict=True)
     close = pytest.approx(theirs, rel=1e-5, abs=1e-5)
     assert ours.tolist() == close and is_greedy.tolist() == list(is_theirs)
 
@@ -107,14 +94,13 @@ def test_likelihoods_are_those_of_lm_evaluation_harness(family, template, tmp_pa
 @pytest.mark.parametrize(("template", "starts"), [("", []), ("<bos> $A", [0])])
 def test_prompts_begin_as_in_transformers(template, starts, tmp_path, capsys):
     folder = folder_of("llama", template, tmp_path / "model")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("The cat", return_tensors="pt").input_ids
     assert ids[0, : len(starts)].tolist() == starts and ids.shape[1] > 4
-    made = theirs.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=1)[0].tolist()
+    model = load_hf(folder)
+    made = model.generate(ids, 30, temperature=0)[0].tolist()
     words = ["--prompt=The cat", "--max_new_tokens=30", "--temperature=0", "--device=cpu"]
     sample.main([str(folder), *words])
-    model = load_hf(folder)
     assert capsys.readouterr().out == f"{load_tokenizer(model.meta).decode(made)}\n"
     config = DecodeBenchConfig(prompt="The cat", tokens=8)
     assert prompt_ids(config, model, CPU)[0].tolist() == ids.tolist()
@@ -148,43 +134,19 @@ def test_documents_are_kept_apart(template, before, tmp_path):
     assert (windows[0, 0] == 0) == (before == "<bos>")
 
 
-def test_a_tokenizer_of_another_model_is_named(tmp_path, capsys):
-    """Its ids are beyond the vocabulary; a text that has none of them is continued."""
+def test_a_tokenizer_of_another_model_is_named(tmp_path):
+    """Its ids are beyond the vocabulary."""
     folder = folder_of("qwen3", "", tmp_path / "model")
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
     content["model"]["vocab"]["?"] = 67
     path.write_text(json.dumps(content))
-    sample.main([str(folder), "--prompt=The cat", "--max_new_tokens=1", "--device=cpu"])
-    assert capsys.readouterr().out
     with pytest.raises(DataError, match="67"):
         sample.main([str(folder), "--prompt=The cat?", "--device=cpu"])
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("kind", ["device", "pipe"])
-def test_a_tokenizer_that_never_ends_is_refused(name, kind, tmp_path):
-    """To open a pipe waits for its writer."""
-    folder = folder_of("qwen3", "", tmp_path / "model")
-    (folder / name).unlink()
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    else:
-        (folder / name).symlink_to("/dev/zero")
-    with pytest.raises(DataError, match=str(folder)):
-        load_tokenizer(load_hf(folder).meta)
-
-
-def test_a_text_without_context_begins_at_bos_or_eos(tmp_path):
-    """Where the tokenizer has neither, it has no likelihood. Token 0 is a character like others."""
-    shape = GPTConfig(vocab_size=260, n_vocab=257, block_size=16, n_layer=1, n_head=1, n_embd=8)
-    model = GPT(shape, seed=2).eval()
-    model.meta = {"tokenizer": "bytes", "vocab_size": 257}
-    ids = torch.tensor([[256, *b"text"]])  # end of text
-    with torch.no_grad():
-        log_p = model(ids[:, :-1])[0].log_softmax(-1).gather(1, ids[0, 1:, None]).sum()
-    found, _ = likelihoods(model, [("", "text")])
-    assert float(found) == pytest.approx(float(log_p), abs=1e-5)
+def test_a_text_without_context_has_no_likelihood_without_bos_and_eos():
+    """Token 0 is a character like others."""
     characters = load_tokenizer({"tokenizer": "chars", "chars": "text"})
     for pair, named in ((("", "text"), "'text'"), (("tex", ""), "'tex'")):
         with pytest.raises(DataError, match=named):

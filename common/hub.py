@@ -1,6 +1,6 @@
 """Get models of Hugging Face: from a folder, the hub, the package transformers.
 
-Nothing here knows our GPT. The wheel has this file too, as nanonorm.hf.hub.
+Nothing here knows our GPT.
 """
 
 import importlib
@@ -11,14 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-if __package__ == "hf":  # a clone
-    from common.errors import HFError
-    from common.inputs import read_regular
-    from common.output import parse_json
-else:  # installed, as nanonorm.hf
-    from ..common.errors import HFError
-    from ..common.inputs import read_regular
-    from ..common.output import parse_json
+from .errors import HFError
+from .inputs import read_regular
+from .output import parse_json
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")  # owner/name, but not the path of a checkpoint
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # as nanoGPT names them
@@ -69,17 +64,15 @@ def model_folder(spec: str | Path) -> Path:
     return resolve_hub(str(spec)) if not path.exists() and HUB_NAME.fullmatch(str(spec)) else path
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a folder. Raises HFError."""
-    path = folder / "config.json"
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Read a JSON file of a model's folder. Raises HFError."""
+    path = folder / name
     if not path.is_file():
-        raise HFError(
-            f"{folder}: no config.json there, so not a Hugging Face model folder: check the path"
-        )
+        raise HFError(f"{folder}: no {name} there, so not the folder of such a model: check it")
     try:
         return dict(parse_json(read_regular(path, MOST_JSON)))
     except (OSError, ValueError, TypeError) as error:
-        raise HFError(f"{path}: not a JSON object ({error}): download it again") from None
+        raise HFError(f"{path}: not a JSON object ({error}): get the folder again") from None
 
 
 def companions(source: Path) -> Iterator[Path]:
@@ -105,7 +98,7 @@ def import_transformers() -> ModuleType:
     once for a module `kernels` and remembers the answer, so the name is hidden while it looks, and
     it always runs its own plain PyTorch code. Installed we have no folder of that name.
     """
-    if __package__ != "hf":
+    if __package__ != "common":  # installed, as nanonorm.common
         return importlib.import_module("transformers")
     hidden = sys.modules.get("kernels")
     # None makes find_spec and import report that there is no such module.
