@@ -148,9 +148,8 @@ class Report:
     def to_json(self) -> str:
         """Return counts and rows as JSON."""
         names = ("model", "rules", "total", "strict", "untied", "practical", "inserted", "worth")
-        record = {name: getattr(self, name) for name in names}
-        record["rows"] = [asdict(row) for row in self.rows]
-        return json.dumps(record, indent=1)
+        counts = {name: getattr(self, name) for name in names}
+        return json.dumps(counts | {"rows": [asdict(row) for row in self.rows]}, indent=1)
 
 
 def analyze(model: nn.Module, example_inputs: Inputs, rules: str = "exact") -> Report:

@@ -105,11 +105,9 @@ Read = tuple[Target, Node, Node]
 
 @dataclass(frozen=True)
 class Fold:
-    """A gain, offset + parameter, with its bias and the linears that take both over."""
+    """A gain with its bias, and the linears that take both over."""
 
-    gain: str
-    offset: float
-    bias: str | None
+    affine: Affine
     bias_stays: bool
     targets: tuple[Target, ...]
 
@@ -170,7 +168,7 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
         if found.bias_stays:
             without = min(found.targets, key=lambda target: target.bias is not None)
             owner = (*without.copied_to, without.weight)[0]
-            left[found.bias] = f"{owner} has no bias of its own that could take it over"
+            left[affines[0].bias] = f"{owner} has no bias of its own that could take it over"
     if not folds:
         first = next((f"; {name} stays: {why}" for name, why in left.items()), "")
         raise FoldError(
@@ -184,9 +182,10 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
 def carry_out(folds: list[Fold], model: nn.Module) -> None:
     """Let the weights of linears take over gains and biases, in place; in float64, rounded once."""
     for fold in folds:
-        parameter = tensor_of(model, fold.gain)
-        gain = fold.offset + parameter.double().flatten()
-        bias = None if fold.bias is None else tensor_of(model, fold.bias)
+        affine = fold.affine
+        parameter = tensor_of(model, affine.gain)
+        gain = affine.offset + parameter.double().flatten()
+        bias = None if affine.bias is None else tensor_of(model, affine.bias)
         for target in fold.targets:
             # A copy of a tied weight, which a fold before may have taken the first name of.
             old = tensor_of(model, (*target.copied_to, target.weight)[0])
@@ -201,7 +200,7 @@ def carry_out(folds: list[Fold], model: nn.Module) -> None:
                 untie(model, target.copied_to, weight.to(old.dtype))
             else:
                 old.copy_(weight)
-        parameter.fill_(1 - fold.offset)
+        parameter.fill_(1 - affine.offset)
         if bias is not None and fold.bias_stays:
             # Where both are 0 so is the quotient; a gain of 0 alone is refused (_plan).
             divisor = torch.where(gain == 0, 1.0, gain).reshape(bias.shape)
@@ -322,7 +321,7 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
         gain = first.offset + graph.values[first.gain].flatten()
         if (graph.values[first.bias].flatten()[gain == 0] != 0).any():
             return "its bias has to stay, and the gain is 0 where the bias is not"
-    return Fold(first.gain, first.offset, first.bias, bias_stays, targets)
+    return Fold(first, bias_stays, targets)
 
 
 def _other_use(graph: Graph, name: str, known: Collection[Node]) -> Node | None:

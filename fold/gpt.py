@@ -163,7 +163,7 @@ def to_weightless(model: GPT, folds: list[Fold], untie: bool = True) -> GPT:
     """
     new = with_room(model, untie)
     carry_out(folds, new)
-    whole = {fold.gain for fold in folds if not fold.bias_stays}
+    whole = {fold.affine.gain for fold in folds if not fold.bias_stays}
     keys = {name: getattr(model.config, name) for name in PLAIN}
     if whole == {f"{name}.weight" for name in norms_with_gains(new)}:
         keys |= {"norm_gain": "none", "initial_gain": 1.0, "paired_gains": 0.0}

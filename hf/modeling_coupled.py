@@ -98,8 +98,7 @@ class Couple:
         letters = config.norm_plan.replace(" ", "")
         # A norm before attention has its source in an earlier block.
         self.shares_across = "s" in letters[:-1:2]
-        is_gpt2 = hasattr(self.base_model, "h")
-        eps = config.layer_norm_epsilon if is_gpt2 else config.rms_norm_eps
+        eps = getattr(config, "layer_norm_epsilon", None) or config.rms_norm_eps  # GPT-2's, Llama's
         source: CoupledRMSNorm | None = None
         for (owner, name), letter, alpha in zip(places, letters, config.coupled_alpha, strict=True):
             old = getattr(owner, name).weight

@@ -553,9 +553,10 @@ def in_autocast(m, x):
     ],
 )
 def test_a_norm_without_a_module_is_counted_and_left(forward, why):
-    report = analyze(net(forward), (draw(2, C),))
+    model = net(forward)
+    report = analyze(model, (draw(2, C),))
     assert report.strict == 1 and why in report.rows[0].reason
-    assert fold(net(forward), report)[1].folded == 0
+    assert fold(model, report)[1].folded == 0
 
 
 @pytest.mark.parametrize(
