@@ -79,7 +79,7 @@ NEUTRAL: dict[str, tuple] = {
     "final_logit_softcapping": (None,),
 }
 
-# The published shapes, as their config.json gives them.
+# The published shapes, as their config.json gives them, but for transformers' defaults.
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 151936,
