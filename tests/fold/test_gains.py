@@ -79,17 +79,6 @@ def test_a_norm_and_two_linears(norm, bias):
         assert after.norm.bias.any() == stays
 
 
-class Transposed(nn.Module):
-    """A linear as a matrix product by a parameter (in, out)."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 5, generator=torch.Generator().manual_seed(2)))
-
-    def forward(self, x):
-        return x @ self.weight
-
-
 def heads(m, x):
     """A gain of each head's channels, read by a linear that has all heads side by side."""
     y = m.norm(x.unflatten(-1, (2, 4)))
@@ -101,7 +90,10 @@ def twice(m, x):
 
 
 READS = {
-    "product": (lambda m, x: m.a(m.norm(x)), {"norm": OnePlus(8), "a": Transposed()}),
+    "product": (
+        lambda m, x: m.norm(x) @ m.w,
+        {"norm": OnePlus(8), "w": nn.Parameter(draw(8, 5))},
+    ),
     "heads": (heads, {"norm": nn.LayerNorm(4), "a": nn.Linear(8, 5)}),
     "norm twice": (twice, {"norm": nn.LayerNorm(8), "a": nn.Linear(8, 5), "b": nn.Linear(8, 8)}),
     "linear twice": (

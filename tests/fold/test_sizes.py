@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from fold_nets import C
+from fold_nets import C, net
 from helpers import close, draw
 from torch import Tensor, nn
 
@@ -74,18 +74,6 @@ class Beside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x) + self.other(x, self.norm)
-
-
-class Cached(nn.Module):
-    """Its input is put in front of a token."""
-
-    def __init__(self):
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, C))
-        self.norm = nn.LayerNorm(C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(torch.cat([x, self.token.expand(len(x), 1, C)], 1))
 
 
 class Residual(nn.Module):
@@ -160,7 +148,10 @@ CASES = {
         0,
     ),
     "a cache that is empty in the example": (
-        prepared(Cached()),
+        net(
+            lambda m, x: m.ln(torch.cat([x, m.token.expand(len(x), 1, C)], 1)),
+            token=nn.Parameter(torch.randn(1, 1, C)),
+        ),
         (2, 0, C),
         [(2, 3, C)],
         0,
