@@ -51,6 +51,7 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -342,6 +343,11 @@ def left_lines(certificate: Certificate) -> list[str]:
     ]
 
 
+def logits_of_head(model: GPT, hidden: Tensor) -> Tensor:
+    """Return logits (..., n_vocab) by the head as a module; hidden states are (..., C)."""
+    return model.lm_head(hidden)[..., : model.n_vocab]
+
+
 def analyze(spec: str, config: ConvertConfig) -> Report:
     """Analyse the LayerNorms of a model, ours or transformers', as fold.analyze does."""
     if is_foreign(spec, config):
@@ -351,8 +357,10 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
     if model.lm_head is None:
         # Our tied head is the embedding itself. As a module that shares the embedding's weights it
         # can be untied in the analysis, as --to=rms does it.
-        model = gpt.rebuild(model, replace(model.config, tie_embeddings=False), gpt.untied(model))
+        with torch.device("meta"):
+            model.lm_head = nn.Linear(*reversed(model.wte.weight.shape), bias=False)
         model.lm_head.weight = model.wte.weight
+        model.logits = MethodType(logits_of_head, model)  # a copy gets its own
     report = fold.analyze(model, (random_tokens(model, config.seed),), config.rules)
     if set(model.plan.letters) <= set("LRPBI"):
         # What fold.fold cannot write into our norms, which add as well, fold.gpt.to_rms can.

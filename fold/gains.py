@@ -16,6 +16,7 @@ them and the values, in which it is linear. A bias stays where such a linear has
 it is divided by the gain then, so that W diag(g) (b / g) = W b.
 """
 
+import operator
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -57,7 +58,7 @@ MOVES = (
     "aten.roll",
 )
 PRODUCTS = ("aten.linear.", "aten.addmm.", "aten.mm.", "aten.matmul.", "aten.einsum.")
-NORMS = ("aten.layer_norm.", "aten.rms_norm.")
+NORMS = ("aten.layer_norm.", "aten.native_layer_norm.", "aten.rms_norm.")
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,10 @@ def _affine(graph: Graph, node: Node) -> Affine | None:
             return None
         if bias is not None and not _is_parameter(graph, bias):
             return None
-        return Affine(node, node, graph.names[gain], 0.0, bias and graph.names[bias])
+        # native_layer_norm returns (y, mean, inv_std)
+        y = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
+        last = y[0] if y else node
+        return Affine(node, last, graph.names[gain], 0.0, bias and graph.names[bias])
     if name != "aten.mul.Tensor":
         return None
     for x, factor in (node.args, node.args[::-1]):

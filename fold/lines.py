@@ -185,10 +185,14 @@ def norm_of(node: Node) -> Norm | None:
     name = str(node.target)
     groups = 1
     why = ""
-    if name.startswith("aten.layer_norm"):
+    if name.startswith(("aten.layer_norm", "aten.native_layer_norm")):
         x, sizes = node.args[:2]
         axis = len(shape(x)) - 1
         block = sizes[-1]
+        # native_layer_norm returns (y, mean, inv_std)
+        pieces = [user for user in node.users if user.target is operator.getitem]
+        if any(piece.args[1] > 0 and piece.users for piece in pieces):
+            why = "its mean or its deviation is used as well"
         if len(sizes) > 1:
             why = f"its mean is over {len(sizes)} axes"
     # Of (N, C) alone: that (N, C, ...) has one position may be due to the example. (A U-Net's

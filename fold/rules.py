@@ -124,6 +124,7 @@ LINEAR = (
     "aten.alpha_dropout.",
     "aten.native_dropout.",
     "aten.layer_norm.",
+    "aten.native_layer_norm.",
     "aten.zeros",
     "aten.full",
     "aten.new_zeros.",
