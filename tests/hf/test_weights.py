@@ -49,7 +49,11 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert expected.std() > 0.1  # not trivially equal
 
-    theirs, ours, prompt = theirs.double(), ours.double(), tokens(2, WINDOW + 3, seed=2)
+    theirs, ours, prompt = (
+        theirs.double(),
+        ours.double(),
+        tokens(2, WINDOW + 3, seed=2).clamp(min=1),
+    )
     greedy = theirs.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)
     expected = theirs(greedy).logits[:, WINDOW + 2 : -1]
     found = ours(greedy)[:, WINDOW + 2 : -1]
