@@ -84,6 +84,8 @@ Nothing is compared, for no arm has two pairs. A pair differs in the norm alone:
 data, same settings. Arms with learning rates of their own are compared by a plan that was declared
 before its runs, as repro/which_norm.py does (docs/which_norm.md)."""
 
+LONGEST_NAME = 19  # characters of an arm in the terminal's table of 80
+
 STABILITY = """\
 Divergence is a result: an arm of which runs diverged has no verdict on the rest. Clipped steps: the
 share of steps whose gradient was clipped, mean over runs. A spike is a step whose loss is more than
@@ -449,8 +451,16 @@ def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
     return paths[0] if paths[0].is_dir() else paths[0].parent
 
 
+def arms_text(arms: Arms) -> str:
+    """Return an HTML table of the norm keys of all arms: each has those that it reads."""
+    runs = [next(iter(its.values())) for its in arms.values()]
+    keys = sorted({key for run in runs for key in run.norm_keys})
+    rows = [[short_name(run.arm), *(run.norm_value(key) for key in keys)] for run in runs]
+    return page.table(["arm", *keys], rows, arms)
+
+
 def page_of(report: Report) -> bytes:
-    """Return report.html: verdicts, and pictures that answer the pointer."""
+    """Return report.html: what report.md says, with pictures that answer the pointer."""
     arms, rows = report.compared, report.judged
     sections = {"Verdicts": f"<p>{ALONE}</p>"}
     if rows:
@@ -464,6 +474,12 @@ def page_of(report: Report) -> bytes:
         "Residual stream after training": page.stream(arms),
         "Scale at the output": page.output(arms),
     }
+    stability = stability_rows(report.stable)
+    if stability:
+        sections["Stability"] = page.table(STABILITY_HEADER, stability, report.stable)
+    sections["Norm keys"] = arms_text(arms)
+    if report.left_out:
+        sections["Left out"] = "".join(f"<p>{html.escape(line)}</p>" for line in report.left_out)
     title = f"Norm types against {short_name(report.baseline)}"
     return page.write_page(title, header_text(arms), arms, sections)
 
@@ -493,21 +509,25 @@ def write_report(report: Report, out: Path, pictures: bool) -> None:
 
 
 def terminal_table(report: Report) -> str:
-    """Return the arms in the loss to decide by, in columns."""
+    """Return the arms in the loss to decide by, at most 80 characters a line."""
     metric = report.judged[0].metric if report.judged else METRICS["val_loss"]
     found = {row.arm: row for row in report.judged if row.metric is metric}
-    lines = [["arm", "seeds", "mean", "SD", "diff", "95 % (Holm)"]]
-    for arm, runs in report.compared.items():
+    lines = [["arm", "seeds", "mean", "SD", "diff", "95 % (Holm)", "verdict"]]
+    for place, (arm, runs) in enumerate(report.compared.items()):
+        name = short_name(arm)
+        if len(name) > LONGEST_NAME:  # two names may be alike up to where they are cut
+            name = f"{name[: LONGEST_NAME - 4]} #{place}"
         mean, sd = mean_and_sd(metric, runs)
-        line = [short_name(arm), str(len(runs)), number(mean), number(sd), "", ""]
+        tests = ["", "", "" if arm == report.baseline else NO_VERDICT]
         if row := found.get(arm):
-            line[4:] = row.show(row.estimate.mean), row.show_interval(row.verdict.interval)
-        lines.append(line)
+            tests = [row.show(row.estimate.mean), row.show_interval(row.verdict.interval)]
+            tests.append(row.two_words)
+        lines.append([name, str(len(runs)), number(mean), number(sd), *tests])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = [f"{metric.name}, {metric.unit}"]
-    for arm, *numbers in lines:
+    for arm, *numbers, verdict in lines:
         cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:])]
-        table.append(" ".join([arm.ljust(widths[0]), *cells]).rstrip())
+        table.append(" ".join([arm.ljust(widths[0]), *cells, "", verdict]).rstrip())
     return "\n".join(table)
 
 

@@ -88,6 +88,15 @@ class Comparison:
         return NO_VERDICT if self.no_verdict else self.verdict.word
 
     @property
+    def two_words(self) -> str:
+        """The verdict for a narrow table, such as "worse, within"."""
+        if self.not_judged or self.no_verdict:
+            return self.word
+        if self.verdict.direction == NO_DIFFERENCE:
+            return "within margin" if self.verdict.margin == WITHIN else "not shown"
+        return ", ".join(filter(None, [self.verdict.direction, self.verdict.margin]))
+
+    @property
     def sd(self) -> float:
         """Standard deviation of the seeds' differences."""
         return float(self.differences.std(ddof=1))

@@ -184,6 +184,20 @@ def test_files_are_written_and_agree(sweep, capsys):
     assert values == {(run.arm, run.seed): run.metrics["val_loss"] for run in find_runs([sweep])}
 
 
+def test_the_printed_table_fits_80_columns(tmp_path, capsys):
+    long = {"taper": {"taper_final": True}}
+    for anchor in (0.1, 0.01):
+        write_arms(tmp_path, (8, 9), long, taper_anchor=anchor)
+    write_arms(tmp_path, (8, 9), {"rms": {}, "layer": {"extra": 0.1}})
+    written(tmp_path)
+    _, _, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert len({line.partition("  ")[0] for line in lines}) == 4  # cut names stay apart
+    assert max(map(len, lines)) <= 80
+    row = rows_of(tmp_path)["val_loss", "layer"]
+    [layer] = [line for line in lines if line.startswith("layer")]
+    assert f" {row.estimate.mean:+.4f} " in layer and layer.endswith("  worse")
+
+
 def test_the_stream_is_drawn_where_runs_measured_it(tmp_path):
     write_run(tmp_path, "rms", 8)
     coupled = write_run(tmp_path, "coupled", 8)
