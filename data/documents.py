@@ -100,16 +100,16 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if "text" not in names and text_of is plain_text:
+            has_text = "text" in names
+            if not has_text and text_of is plain_text:
                 raise DataError(f"{path}: no column 'text', only {', '.join(names)}")
-            if "text" not in names:
-                for batch in file.iter_batches(batch_size=256):
-                    yield from (checked(text_of(row)) for row in batch.to_pylist())
-                return
-            for batch in file.iter_batches(columns=["text"], batch_size=256):
-                # As binary, because pyarrow would stop at the first invalid UTF-8.
-                texts = batch.column(0).cast(pyarrow.large_binary())
-                yield from map(checked, texts.to_pylist())
+            for batch in file.iter_batches(256, columns=["text"] if has_text else None):
+                if has_text:
+                    # As binary, because pyarrow would stop at the first invalid UTF-8.
+                    texts = batch.column(0).cast(pyarrow.large_binary()).to_pylist()
+                else:
+                    texts = map(text_of, batch.to_pylist())
+                yield from map(checked, texts)
     except (pyarrow.ArrowException, OSError) as error:  # OSError for damaged pages
         reason = str(error).partition("\n")[0]
         raise DataError(

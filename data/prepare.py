@@ -189,9 +189,7 @@ class Progress:
         try:
             found = parse_json(self.path.read_text(encoding="utf-8"))
             self.notes = found["shards"]
-            # In older folders it does not name the tokenizer gpt2, nor a commit.
             self.settings = found["settings"]
-            self.settings.setdefault("tokenizer", "gpt2")
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
             raise DataError(
                 f"{folder} holds shards, and no good {self.path.name} of this script: {remedy}"
@@ -328,11 +326,8 @@ def summary(counts: Counter) -> str:
 
 def identity(paths: list[Path]) -> list[list]:
     """Return what tells versions of files apart: path, bytes, time of the last change."""
-    statuses = [path.stat() for path in paths]
-    return [
-        [str(path.resolve()), status.st_size, status.st_mtime_ns]
-        for path, status in zip(paths, statuses, strict=True)
-    ]
+    found = [(str(path.resolve()), path.stat()) for path in paths]
+    return [[name, status.st_size, status.st_mtime_ns] for name, status in found]
 
 
 def part_of(split: str, share: float, cuts: bool, paths: list[Path]) -> Iterator[Document]:
@@ -380,14 +375,28 @@ def prepare(config: PrepareConfig, files: str, name: str = "text") -> None:
     sources = {split: partial(part_of, split, config.val_share, cuts, train) for split in SPLITS}
     if val:
         sources = {"val": partial(read_files, val), "train": partial(read_files, train)}
-    counts: Counter = Counter()
+    counts = write_splits(sources, name, config, progress)
+    # The documents of both splits are the same where they are cut.
+    progress.say(counts["train"] if cuts and not val else counts["val"] + counts["train"])
+
+
+def write_splits(
+    sources: dict[str, Callable[[], Iterator[Document]]],
+    name: str,
+    config: ShardKeys,
+    progress: Progress,
+) -> dict[str, Counter]:
+    """Write the shards of each split; return how many documents of each kind it had.
+
+    Args:
+        sources: split -> what yields its documents.
+        name: how the names of the shards begin.
+    """
+    counts = {}
     for split, source in sources.items():
-        found = write_shards(
-            partial(after, source), partial(shard_name, name, split), config, progress
-        )
-        # The documents of both splits are the same where they are cut.
-        counts = found if cuts and not val else counts + found
-    progress.say(counts)
+        read = partial(after, source)
+        counts[split] = write_shards(read, partial(shard_name, name, split), config, progress)
+    return counts
 
 
 def after(source: Callable[[], Iterator[Document]], skip: int) -> Iterator[Document]:

@@ -78,10 +78,10 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
         return [folder / f"{split}.bin"]
     if not shards:
         script = folder / "prepare.py"
-        remedy = "prepare the data, or set data_dir"
-        if script.is_file():
-            remedy = f"run `python {script}`, or set data_dir to the folder that has them"
-        raise DataError(f"no {split} shards in {folder}: {remedy}")
+        remedy = f"run `python {script}`" if script.is_file() else "prepare the data"
+        raise DataError(
+            f"no {split} shards in {folder}: {remedy}, or set data_dir to the folder that has them"
+        )
     if len({match["name"] for match in names.values() if match}) > 1:
         raise DataError(f"{folder} holds shards of several data sets: keep one data set per folder")
     numbers = [int(names[path]["number"]) for path in shards]

@@ -115,12 +115,10 @@ def token_bytes(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer) -> n
         raise DataError("the tokens of a Hugging Face tokenizer have no lengths in bytes here")
     if isinstance(tokenizer, CharTokenizer):
         return np.array([len(char.encode()) for char in tokenizer.chars])
-    special = {tokenizer.encode_single_token(name) for name in tokenizer.special_tokens_set}
-    lengths = []
-    for token in range(tokenizer.n_vocab):
-        is_text = token not in special
-        lengths.append(len(tokenizer.decode_single_token_bytes(token)) if is_text else 0)
-    return np.array(lengths)
+    texts = map(tokenizer.decode_single_token_bytes, range(tokenizer.n_vocab))
+    lengths = np.array([len(text) for text in texts])
+    lengths[tokenizer.eot_token] = 0
+    return lengths
 
 
 def hf_tokenizer(tokenizer: tiktoken.Encoding | CharTokenizer) -> Any:

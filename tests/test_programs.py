@@ -68,14 +68,13 @@ def test_bits_per_byte(run):
     assert val_losses(run)[40] < val_losses(run)[0]
 
 
+def settings_of(path: Path) -> dict[str, object]:
+    return {name: value for name, (value, _) in read_config_file(path).items()}
+
+
 def test_the_five_recipes_differ_in_norm_type_and_names_alone():
-    configs = {
-        name: {
-            key: value
-            for key, (value, _) in read_config_file(ROOT / "config" / f"{name}.py").items()
-        }
-        for name in ("layer", "rms", "coupled", "cbwc", "taper")
-    }
+    names = ("layer", "rms", "coupled", "cbwc", "taper")
+    configs = {name: settings_of(ROOT / "config" / f"{name}.py") for name in names}
     for name, values in configs.items():
         assert values.pop("norm_type") == name and name in values.pop("out_dir")
         assert values == configs["layer"]
@@ -86,30 +85,17 @@ def test_the_five_recipes_differ_in_norm_type_and_names_alone():
     assert (config.learning_rate, config.min_lr, config.warmup_iters) == (6e-4, 6e-5, 2000)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        path
-        for path in sorted((ROOT / "config").glob("*.py"))
-        if not path.name.startswith("distill")
-    ],
-    ids=lambda path: path.name,
-)
-def test_no_recipe_repeats_a_default_of_training(path):
-    """But for norm_type, which a recipe names."""
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    values = {
-        name: value for name, (value, _) in read_config_file(path).items() if name != "norm_type"
-    }
-    assert [name for name, value in values.items() if value == defaults[name]] == []
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.name)
-def test_every_config_is_valid_and_says_what_it_is(path):
-    config, _ = parse_args(
-        DistillConfig if path.name.startswith("distill") else TrainConfig, [str(path)]
-    )
+def test_every_config_is_valid_and_repeats_no_default(path):
+    """But for norm_type, which a recipe names."""
+    kind = DistillConfig if path.name.startswith("distill") else TrainConfig
+    config, _ = parse_args(kind, [str(path)])
     assert config.out_dir.startswith("out/") and ast.get_docstring(ast.parse(path.read_text()))
+    settings = settings_of(path).items()
+    assert [name for name, value in settings if value == getattr(kind, name)] in (
+        [],
+        ["norm_type"],
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ is validation data.
 import sys
 import sysconfig
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,16 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.errors import ConfigError, run_program
 from common.lock import FolderLock
 from data.documents import Document
-from data.prepare import (
-    SPLITS,
-    Progress,
-    ShardKeys,
-    after,
-    meta_of,
-    remove_shards,
-    shard_name,
-    write_shards,
-)
+from data.prepare import SPLITS, Progress, ShardKeys, meta_of, remove_shards, write_splits
 
 # Tests, installed packages, and `encodings`, whose files are mostly tables of code points.
 LEFT_OUT = {
@@ -67,11 +57,9 @@ def main(argv: list[str]) -> None:
         # Anew each time: another Python has another library.
         remove_shards(folder, "stdlib")
         progress = Progress(folder, {"tokenizer": "bytes"}, meta_of("bytes", iter(())))
-        counts: Counter = Counter()
-        for split in SPLITS:
-            read = partial(after, partial(documents, root, split))
-            counts += write_shards(read, partial(shard_name, "stdlib", split), config, progress)
-        progress.say(counts)
+        sources = {split: partial(documents, root, split) for split in SPLITS}
+        counts = write_splits(sources, "stdlib", config, progress)
+        progress.say(counts["val"] + counts["train"])
 
 
 if __name__ == "__main__":

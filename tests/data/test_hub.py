@@ -45,7 +45,10 @@ def texts_of(commit: str) -> list[str]:
 
 
 def test_a_resumed_preparation_keeps_to_its_commit(tmp_path, monkeypatch):
-    """The last file is torn at first, and fetched again when the hub has a newer commit."""
+    """The last file is torn at first, and fetched again when the hub has a newer commit.
+
+    The first shard is validation data, and the last one ends at max_tokens.
+    """
     last, out = publish(tmp_path / OLD), tmp_path / "out"
     publish(tmp_path / NEW)
 
@@ -54,8 +57,8 @@ def test_a_resumed_preparation_keeps_to_its_commit(tmp_path, monkeypatch):
 
     def prepare(newest: str) -> None:
         monkeypatch.setattr(fineweb_edu, "newest_commit", lambda dataset: newest)
-        words = ["--tokenizer=bytes", "--shard_tokens=9000", "--processes=1"]
-        fineweb_edu.main([*words, f"--out_dir={out}"])
+        words = ["--tokenizer=bytes", "--shard_tokens=9000", "--max_tokens=70000"]
+        fineweb_edu.main([*words, "--processes=1", f"--out_dir={out}"])
 
     monkeypatch.setattr(fineweb_edu, "read_hub", read)
     content = last.read_bytes()
@@ -66,7 +69,7 @@ def test_a_resumed_preparation_keeps_to_its_commit(tmp_path, monkeypatch):
     last.write_bytes(content)
     prepare(NEW)
     assert read_meta(out) == {"tokenizer": "bytes", "vocab_size": 257, "revision": OLD}
-    shards = [path for split in ("val", "train") for path in find_shards(out, split)]
-    tokens = np.concatenate([open_shard(path) for path in shards])
-    documents = np.split(tokens, np.flatnonzero(tokens == 256)[1:])
-    assert [bytes(part[1:].tolist()).decode() for part in documents] == texts_of(OLD)
+    (val,), train = (find_shards(out, split) for split in ("val", "train"))
+    tokens = np.concatenate([open_shard(path) for path in (val, *train)])
+    expected = [token for text in texts_of(OLD) for token in [256, *text.encode()]]
+    assert tokens.tolist() == expected[:70_000]

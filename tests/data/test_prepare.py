@@ -11,9 +11,8 @@ import lzma
 import os
 import random
 import time
-from collections.abc import Iterator
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ from hypothesis import strategies as st
 from common.errors import ConfigError, DataError
 from data import prepare
 from data.documents import Document
-from data.fineweb_edu import prepare as fineweb_edu
 from data.shards import find_shards, open_shard, read_meta
 from data.tokenizers import load_tokenizer
 
@@ -197,26 +195,6 @@ def folder_of_tokenizer(folder: Path, has_bos: bool) -> Path:
     folder.mkdir()
     made.save(str(folder / "tokenizer.json"))
     return folder
-
-
-def test_fineweb_edu_begins_with_a_shard_for_validation(tmp_path, gpt2, monkeypatch):
-    documents = [Document(text, "") for text in some_texts(60)]
-
-    def read(_: object, skip: int) -> Iterator[Document]:
-        return islice(documents, skip, None)
-
-    def fineweb(*words: str) -> list[int]:
-        fineweb_edu.main([*words, f"--out_dir={tmp_path}", "--shard_tokens=1000"])
-        return [*tokens_of(tmp_path, "val").tolist(), *tokens_of(tmp_path).tolist()]
-
-    monkeypatch.setattr(fineweb_edu, "read_sample", read)
-    expected = [t for text in some_texts(60) for t in [END, *gpt2.encode_ordinary(text)]]
-    assert fineweb("--max_tokens=2001") == expected[:2001]
-    assert [path.name[12:] for path in find_shards(tmp_path, "val")] == ["val_000000.bin"]
-    for path in find_shards(tmp_path, "train")[1:]:
-        path.unlink()
-    # a resume stops at the same token
-    assert fineweb("--max_tokens=2001") == expected[:2001]
 
 
 @pytest.mark.parametrize("size", [1, 7])
@@ -408,7 +386,7 @@ def test_other_settings_in_a_used_folder_are_refused(tmp_path):
     assert contents(out) == before
 
 
-def test_shards_without_a_good_progress_file_are_refused(tmp_path):
+def test_shards_of_others_and_a_damaged_progress_file_are_refused(tmp_path):
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), tmp_path / "out"
     run(out, source, "--tokenizer=bytes")
     progress = (out / "progress.json").read_text()
@@ -416,6 +394,10 @@ def test_shards_without_a_good_progress_file_are_refused(tmp_path):
         (out / "progress.json").write_text(content)
         with pytest.raises(DataError, match=r"progress\.json"):
             run(out, source, "--tokenizer=bytes")
+    (out / "progress.json").write_text(progress)
+    (out / "text_train_000099.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=r"text_train_000099\.bin"):
+        run(out, source, "--tokenizer=bytes")
     # Begun again as the message says. meta.json of the old shards is still there.
     for path in [*out.glob("*.bin"), out / "progress.json"]:
         path.unlink()
