@@ -155,12 +155,6 @@ class GPTConfig(NormConfig):
         return self.window if is_local else 0
 
     @property
-    def has_local_rope(self) -> bool:
-        """Do local blocks turn queries and keys by other angles than global ones?"""
-        has_own_theta = self.local_rope_theta not in (0, self.rope_theta)
-        return bool(self.window) and (has_own_theta or bool(self.rope_scaling))
-
-    @property
     def kv_heads(self) -> int:
         return self.n_kv_head or self.n_head
 
@@ -282,12 +276,12 @@ def rope_tables(config: GPTConfig, local: bool = False) -> tuple[Tensor, Tensor]
 def rope_buffers(config: GPTConfig) -> dict[str, Tensor]:
     """Return the tables of the model by the names of their buffers.
 
-    Local blocks have a pair of their own where it differs. Empty with learned positions.
+    Local blocks have a pair of their own. Empty with learned positions.
     """
     if config.position != "rope":
         return {}
     buffers = {}
-    for prefix in ("rope", "local_rope") if config.has_local_rope else ("rope",):
+    for prefix in ("rope", "local_rope") if config.window else ("rope",):
         tables = rope_tables(config, local=prefix == "local_rope")
         buffers[f"{prefix}_cos"], buffers[f"{prefix}_sin"] = tables
     return buffers
@@ -658,18 +652,12 @@ class GPT(nn.Module):
 
         One weight holds q, k and v, and in a gated MLP another one gate and up.
         """
-        rows = {}
+        linears = [part for part in self.modules() if isinstance(part, nn.Linear)]
+        rows = {part.weight: [part.out_features] for part in linears if part is not self.lm_head}
+        parts = 2 if self.config.activation in GATED else 1
         for block in self.blocks:
-            up, down = block.mlp.up, block.mlp.down
-            parts = 2 if self.config.activation in GATED else 1
             rows[block.attn.qkv.weight] = block.attn.widths
-            rows[block.attn.proj.weight] = [block.attn.proj.out_features]
-            rows[up.weight] = [up.out_features // parts] * parts
-            rows[down.weight] = [down.out_features]
-        for place in self.places():
-            for part in place.modules():
-                if isinstance(part, nn.Linear):  # of GatedNorm
-                    rows[part.weight] = [part.out_features]
+            rows[block.mlp.up.weight] = [block.mlp.up.out_features // parts] * parts
         return rows
 
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
@@ -739,9 +727,9 @@ class GPT(nn.Module):
         if self.wpe is not None:
             return [None] * len(self.blocks)
         rope = (self.rope_cos[start:end], self.rope_sin[start:end])
-        local = rope
-        if self.config.has_local_rope:
-            local = (self.local_rope_cos[start:end], self.local_rope_sin[start:end])
+        if not self.config.window:
+            return [rope] * len(self.blocks)
+        local = (self.local_rope_cos[start:end], self.local_rope_sin[start:end])
         return [local if block.attn.window else rope for block in self.blocks]
 
     @property
@@ -803,8 +791,7 @@ class GPT(nn.Module):
         weights = self.head_weight().numel() + sum(linear.weight.numel() for linear in linears)
         T = config.block_size
         seen = sum(min(config.window_of(i) or T, T) for i in range(config.n_layer))
-        attention = config.n_head * config.head_channels * seen
-        return 6 * weights + 12 * attention
+        return 6 * weights + 12 * config.n_head * config.head_channels * seen
 
 
 def named_stream(seed: int, name: str, device: torch.device | str) -> torch.Generator:
