@@ -46,7 +46,7 @@ from torch import Tensor
 from common.environment import find_device, find_dtype, timing_environment
 from common.errors import ConfigError, UserError, run_program
 from common.stats import median_ratio
-from configurator import check_ranges, key, parse_args
+from configurator import key, parse_args
 from decode import peers, report
 from decode.arms import AUTO, DecodeArm, arms_of, check_arm, find_arms, packed_arm
 from decode.last_token import bench_last_token
@@ -133,7 +133,6 @@ class DecodeBenchConfig:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         if self.arms != AUTO:
             find_arms(self.arms)
         if any(size < 1 or size % 1 for size in self.batches) or not self.batches:

@@ -69,29 +69,24 @@ def key(
 def check_ranges(config: Any) -> None:
     """Raise ConfigError for a number beyond its key's `least` or `most`.
 
-    A dataclass of keys calls it in __post_init__.
+    For a dataclass that is also built in code: a value from arguments is checked when it is set.
     """
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if not _is_within(number, field.metadata):
-                bounds = _range_text(field.metadata).removeprefix(", ")
-                raise ConfigError(f"{field.name}={value}: must be {bounds}")
+        check_range(field, getattr(config, field.name))
 
 
-def _is_within(number: Any, metadata: Mapping[str, Any]) -> bool:
-    """Does a number keep the bounds of its key?"""
-    least = metadata.get("least")
-    most = metadata.get("most")
-    if number is None or (number == 0 and metadata.get("zero")):
-        return True
-    # nan is not >= anything
-    return (least is None or number >= least) and (most is None or number <= most)
-
-
-def _shown(number: float) -> str:
-    """Return a bound as people write it."""
-    return str(number) if isinstance(number, int) else f"{number:g}"
+def check_range(field: dataclasses.Field, value: Any) -> None:
+    """Raise ConfigError for a number, or one of several, beyond the bounds of its key."""
+    least = field.metadata.get("least")
+    most = field.metadata.get("most")
+    for number in value if isinstance(value, tuple) else (value,):
+        if number is None or (number == 0 and field.metadata.get("zero")):
+            continue
+        # nan is not >= anything
+        is_large_enough = least is None or number >= least
+        if not is_large_enough or (most is not None and number > most):
+            bounds = _range_text(field.metadata).removeprefix(", ")
+            raise ConfigError(f"{field.name}={value}: must be {bounds}")
 
 
 # ------------------------------------------------------------------------------------- config files
@@ -197,8 +192,10 @@ def _coerce(value: Any, annotation: Any) -> Any:
                 continue
     elif annotation is types.NoneType and (value is None or value == "auto"):
         return None
-    elif typing.get_origin(annotation) is tuple and isinstance(value, tuple | list):
-        return tuple(_coerce(element, typing.get_args(annotation)[0]) for element in value)
+    elif typing.get_origin(annotation) is tuple:
+        # One number for a key that is always several
+        elements = value if isinstance(value, tuple | list) else (value,)
+        return tuple(_coerce(element, typing.get_args(annotation)[0]) for element in elements)
     elif annotation is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     elif annotation in (bool, int, str) and type(value) is annotation:
@@ -218,13 +215,10 @@ def _from_text(text: str, annotation: Any) -> Any:
         return tuple(part for part in text.split(",") if part)
     if bool in parts and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    is_tuple = any(typing.get_origin(part) is tuple for part in parts)
     try:
-        value = ast.literal_eval(text.strip() or "()")
+        return ast.literal_eval(text.strip() or "()")
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
-    # One number for a key that is always several
-    return (value,) if is_tuple and len(parts) == 1 and type(value) in (int, float) else value
 
 
 def _is_union(annotation: Any) -> bool:
@@ -258,7 +252,8 @@ class Overrides:
             origin: where it was set, for messages: the argument, or file and line.
 
         Raises:
-            ConfigError: the key is unknown, or the value of another type or none of the choices.
+            ConfigError: the key is unknown, or the value of another type, none of the choices or
+                beyond its bounds.
         """
         if name not in self.fields:
             near = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.5)
@@ -276,6 +271,7 @@ class Overrides:
         choices = self.fields[name].metadata.get("choices", ())
         if choices and isinstance(value, str) and value not in choices:
             raise ConfigError(f"{origin}: {name} is one of {', '.join(choices)}; got {value!r}")
+        check_range(self.fields[name], value)
         self.values[name] = value
 
     def set_all(self, settings: list[Setting], has_model: bool) -> str:
@@ -404,6 +400,7 @@ def help_text(cls: type, doc: str) -> str:
     docstring. A class may name in FIRST the keys that people change first; they stand at the top.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
+    kinds = typing.get_type_hints(cls)
     first = [fields.pop(name) for name in getattr(cls, "FIRST", ())]
     groups = {"What people change first": first} if first else {}
     for name, field in fields.items():
@@ -420,20 +417,12 @@ def help_text(cls: type, doc: str) -> str:
         if len(groups) > 1:
             lines += ["", f"{heading}:"]
         for field in members:
-            lines += _help_lines(cls, field)
+            default = "auto" if field.default is None else repr(field.default)
+            kind = "|".join(field.metadata.get("choices", ())) or _type_name(kinds[field.name])
+            kind += _range_text(field.metadata)
+            lines += [f"  --{field.name}={default}  ({kind})"]
+            lines += [f"        {field.metadata.get('help', '')}"]
     return "\n".join(lines)
-
-
-def _help_lines(cls: type, field: dataclasses.Field) -> list[str]:
-    """Return what --help says of one key of `cls`."""
-    choices = field.metadata.get("choices", ())
-    default = "auto" if field.default is None else repr(field.default)
-    kind = "|".join(choices) if choices else _type_name(typing.get_type_hints(cls)[field.name])
-    kind += _range_text(field.metadata)
-    return [
-        f"  --{field.name}={default}  ({kind})",
-        f"        {field.metadata.get('help', '')}",
-    ]
 
 
 def _range_text(metadata: Mapping[str, Any]) -> str:
@@ -441,7 +430,7 @@ def _range_text(metadata: Mapping[str, Any]) -> str:
     text = ""
     if metadata.get("least") is not None:
         or_zero = "0 or " if metadata.get("zero") else ""
-        text += f", {or_zero}at least {_shown(metadata['least'])}"
+        text += f", {or_zero}at least {metadata['least']:.12g}"
     if metadata.get("most") is not None:
-        text += f", at most {_shown(metadata['most'])}"
+        text += f", at most {metadata['most']:.12g}"
     return text

@@ -41,7 +41,6 @@ from common.environment import (
     faster_float32_products,
     find_device,
     find_dtype,
-    machine_memory,
 )
 from common.errors import (
     CheckpointError,
@@ -51,7 +50,7 @@ from common.errors import (
 )
 from common.fingerprint import fingerprint
 from common.output import RUN_CONFIG, check_apart, check_replaceable
-from configurator import check_ranges, key, parse_args
+from configurator import key, parse_args
 from data.documents import input_files, newest_commit
 from hf import weights
 from load import load_config, load_model
@@ -64,24 +63,13 @@ from posthoc.text import open_stream, shuffled, text_fingerprint
 from training.checkpoint import BEST, DISTILLING
 from training.loop import Loop, Objective
 from training.optim import check_optimizer_keys, make_optimizer
-from training.run import LoopKeys, RunFolder, write_model
+from training.run import FREE_AT_THE_END, LoopKeys, RunFolder, write_model
 
 # Calibration takes every 16th of the first blocks of the text, if there are that many, so that its
 # blocks are of many documents.
 SPREAD = 16
 # Keys that may differ when a run is resumed.
-FREE_KEYS = {
-    "max_iters",
-    "eval_interval",
-    "checkpoint_interval",
-    "log_interval",
-    "resume",
-    "device",
-    "out_dir",
-    "export",
-    "tracker",
-    "tracker_project",
-}
+FREE_KEYS = FREE_AT_THE_END | {"max_iters", "eval_interval", "checkpoint_interval", "device"}
 
 
 @dataclass(frozen=True)
@@ -177,7 +165,6 @@ class DistillConfig(LoopKeys, TextKeys, StudentKeys):
     def __post_init__(self) -> None:
         if not self.teacher:
             raise ConfigError("teacher: name the model to start from, --teacher=MODEL")
-        check_ranges(self)
         check_optimizer_keys(self)
         if self.norm_plan and self.coupled_first is not None:
             raise ConfigError(
@@ -275,10 +262,10 @@ class Distillation(Objective):
             with self.precision.autocast():
                 x, taught = pair.hidden(ids)  # (B, T, C) each
                 token_kl = pair.token_kl(x, taught).double().cpu()  # (B, T)
-                student_loss, teacher_loss = (
-                    total_loss(gpt, y, ids) for gpt, y in ((pair.student, x), (teacher, taught))
-                )
-            later, first = float(token_kl[:, 1:].sum()), float(token_kl[:, 0].sum())
+                student_loss = total_loss(pair.student, x, ids)
+                teacher_loss = total_loss(teacher, taught, ids)
+            later = float(token_kl[:, 1:].sum())
+            first = float(token_kl[:, 0].sum())
             sums += later, first, student_loss, teacher_loss
         blocks = len(self.text.val)
         tokens = blocks * (self.text.length - 1)
@@ -312,11 +299,8 @@ class Distillation(Objective):
         if is_wanted is None:
             is_wanted = student.meta.get("tokenizer") == "hf"
         if is_wanted:
-            new = folder / "hf.new"
-            shutil.rmtree(new, ignore_errors=True)  # of a run that was killed below
-            weights.export_hf(student, new)
-            shutil.rmtree(folder / "hf", ignore_errors=True)
-            new.rename(folder / "hf")
+            shutil.rmtree(folder / "hf", ignore_errors=True)  # of a shorter run
+            weights.export_hf(student, folder / "hf")
         summary = {
             **found,
             "norm_plan": self.plan,
@@ -463,8 +447,7 @@ def is_complete(folder: Path, end: dict[str, Any], export: bool | None) -> bool:
     """Are all files of a finished run there? `export` is the key."""
     wants_export = end.get("exported") if export is None else export
     files = [BEST, "hf"] if wants_export else [BEST]
-    has_summary = isinstance(end.get("summary"), dict)
-    return has_summary and all((folder / name).exists() for name in files)
+    return all((folder / name).exists() for name in files)
 
 
 def load_teacher(config: DistillConfig, ranks: Ranks, precision: Precision) -> tuple[str, GPT]:
@@ -532,8 +515,7 @@ def main(argv: list[str]) -> None:
         input_files(text)  # a wrong name is refused before the teacher is downloaded or loaded
     check_apart(config.teacher, Path(config.out_dir))
     shape = load_config(config.teacher)
-    device = find_device(config.device)
-    low = Precision(config.dtype, device).is_low
+    low = Precision(config.dtype, find_device(config.device)).is_low
     tokens = config.batch_size * min(config.block_size, shape.block_size)
     parts = adapters.memory(
         shape, config.method, config.rank, tokens, low, config.checkpoint_activations
@@ -542,13 +524,6 @@ def main(argv: list[str]) -> None:
         print(adapters.memory_line(parts), flush=True)
     if config.estimate:
         return
-    needed = parts["weights"] + parts["trained"]
-    if device.type == "cpu" and needed > machine_memory():
-        raise ConfigError(
-            f"rank={config.rank}, method={config.method}: weights and optimizer take "
-            f"{needed / 1e9:,.0f} GB, and this machine has {machine_memory() / 1e9:,.0f} GB of "
-            "memory: lower rank, or take another method"
-        )
     with Ranks.start(config.device, config.gradient_accumulation_steps) as ranks:
         distil(config, ranks)
 

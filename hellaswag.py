@@ -14,13 +14,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from common.distributed import Ranks
 from common.environment import Precision
 from common.errors import run_program
 from common.output import check_replaceable
-from configurator import check_ranges, key, parse_args
+from configurator import key, parse_args
 from data.tokenizers import tokenizer_of
 from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, HellaSwag
 from load import load_model
@@ -49,9 +47,6 @@ class HellaSwagConfig:
     )
     json: bool = key(False, "print the result as a line of JSON at the end")
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 def target_file(config: HellaSwagConfig, spec: str) -> Path | None:
     """Decide where per-item results are written: None for nowhere."""
@@ -69,12 +64,12 @@ def main(argv: list[str]) -> None:
     config, spec = parse_args(HellaSwagConfig, argv, __doc__, spec=True)
     if config.out:
         check_replaceable(Path(config.out), OWN_ITEMS)  # now, not after the scoring
-    ranks = Ranks.start(config.device)
-    model = load_model(spec).to(ranks.device)
-    tokenizer = tokenizer_of(model)
-    autocast = Precision(config.dtype, ranks.device).autocast
-    scorer = HellaSwag(config.data, config.items, tokenizer, ranks, autocast, config.batch_size)
-    scores = scorer(model)
+    with Ranks.start(config.device) as ranks:
+        model = load_model(spec).to(ranks.device)
+        tokenizer = tokenizer_of(model)
+        autocast = Precision(config.dtype, ranks.device).autocast
+        scorer = HellaSwag(config.data, config.items, tokenizer, ranks, autocast, config.batch_size)
+        scores = scorer(model)
     if ranks.is_main:
         target = target_file(config, spec)
         if target is not None:
@@ -83,8 +78,6 @@ def main(argv: list[str]) -> None:
         print(f"{scores} (standard errors; {len(scorer.items):,} items)")
         if config.json:
             print(json.dumps({"spec": spec, **scores.summary()}))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ A spec is a run folder (its best checkpoint) or a checkpoint file, of nanoGPT to
 folder or hub name (owner/name), or `random:` and a published shape (hf/config.py).
 """
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError
 from common.hub import model_folder, read_config
-from common.output import check_apart, parse_json
+from common.output import check_apart
 from configurator import Overrides
 from hf.config import gpt_config, random_model, shape_config
 from hf.weights import load_hf
@@ -111,8 +112,7 @@ def take_shape(given: Overrides) -> None:
         given: the keys of the run.
 
     Raises:
-        UserError: that model cannot be read, the run would write over it, or its own config.json is
-            damaged.
+        UserError: that model cannot be read, or the run would write over it.
     """
     spec = given.values.get("init_from")
     if not spec:
@@ -121,12 +121,7 @@ def take_shape(given: Overrides) -> None:
     check_apart(spec, out_dir)
     begun = out_dir / "config.json"
     if begun.exists():
-        try:
-            source = model_config(dict(parse_json(begun.read_bytes())), begun)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"out_dir: {begun} is damaged ({error}): remove it, or choose another out_dir"
-            ) from None
+        source = model_config(json.loads(begun.read_bytes()), begun)
     else:
         source = load_config(spec)
     names = {*SAME_FUNCTION, *SHAPE}
@@ -232,9 +227,8 @@ def _other_sums(source: GPT, model: GPT, weights: dict[str, Tensor]) -> list[str
 
 def _check_learned_scale(source: GPT, model: GPT, spec: str) -> None:
     """Raise CheckpointError if only one of the two scales its embeddings by a learned number."""
-    own, theirs = (
-        isinstance(gpt.norm_e and gpt.norm_e.norm, LearnedScale) for gpt in (model, source)
-    )
+    own = isinstance(model.norm_e and model.norm_e.norm, LearnedScale)
+    theirs = isinstance(source.norm_e and source.norm_e.norm, LearnedScale)
     if own != theirs:
         one, other = ("this run", spec) if own else (spec, "this run")
         raise CheckpointError(

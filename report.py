@@ -33,7 +33,7 @@ from scipy.stats import gmean
 from common.errors import ConfigError, UserError, run_program
 from common.output import check_replaceable, markdown, write_bytes_atomically, writing
 from common.plotting import check_picture
-from configurator import check_ranges, key, parse_args
+from configurator import key, parse_args
 from evidence import page, published
 from evidence.comparison import (
     NO_VERDICT,
@@ -435,9 +435,6 @@ class ReportConfig:
     pictures: bool = key(True, "make report.html, which has pictures")
     published: bool = key(False, "judge CoupledNorm's Table 1, and nothing else")
     delta_val_loss: float = key(0.0, "margin of val_loss and val_loss_full, post hoc", least=0.0)
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 def target_folder(config: ReportConfig, paths: list[Path]) -> Path:

@@ -14,12 +14,9 @@ import torch
 
 from common.environment import find_device
 from common.errors import ConfigError, run_program
-from common.inputs import read_regular
-from configurator import check_ranges, key, parse_args
+from configurator import key, parse_args
 from data.tokenizers import decode, tokenizer_of
 from load import load_model
-
-MOST_PROMPT = 1 << 24  # bytes of its file
 
 
 @dataclass(frozen=True)
@@ -38,16 +35,13 @@ class SampleConfig:
         "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
     )
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 def read_prompt(prompt: str) -> str:
     """Return the text to continue, from its file if `prompt` names one."""
     if not prompt.startswith("FILE:"):
         return prompt
     try:
-        return read_regular(Path(prompt.removeprefix("FILE:")), MOST_PROMPT).decode()
+        return Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"prompt={prompt}: cannot be read as text ({type(error).__name__})"

@@ -36,11 +36,11 @@ from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from, take_shape
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, check_memory
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, tapers
 from training.checkpoint import BEST, LAST, restore
-from training.choices import check_fits, native_bfloat16, resolve, with_vocabulary
+from training.choices import native_bfloat16, resolve, with_vocabulary
 from training.dataloader import Blocks, DataKeys, TrainLoader
 from training.evaluation import EvalKeys, Evaluator
 from training.loop import Loop, Objective
@@ -102,12 +102,6 @@ class TrainConfig(ComparisonKeys, EvalKeys, StartKeys, OptimKeys, LoopKeys, Data
                 "optimizer=muon needs whole matrices, which parallel=fsdp divides among ranks: use "
                 "parallel=ddp or optimizer=adamw"
             )
-        if self.merge_micro_batches and self.gradient_accumulation_steps % self.merge_micro_batches:
-            raise ConfigError(
-                f"merge_micro_batches={self.merge_micro_batches} does not divide "
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: change one of "
-                "them, or leave it at 0"
-            )
         # Raises if a taper would end before its warm-up does. Other norm types have its defaults.
         TaperSchedule.of(self).steps(self.max_iters)
 
@@ -145,6 +139,7 @@ class NextToken(Objective):
         self.score = score
         self.best = math.inf  # lowest val loss so far
         self.flops_per_token = model.flops_per_token()
+        # The largest number of micro-batches at once that divides them
         self.at_once = math.gcd(self.passes, config.merge_micro_batches)
         self.passes //= self.at_once
         self.compiled = model
@@ -271,7 +266,8 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
     blocks, val = (
         Blocks(config.data_dir, split, config.block_size, n_vocab) for split in ("train", "val")
     )
-    ranks.together(lambda: check_fits(config, ranks.device))
+    # To save an FSDP run, rank 0 gathers weights and both moments, 4 bytes each.
+    ranks.together(lambda: check_memory(config, 12 if config.parallel == "fsdp" else 4))
     with RunFolder(config, ranks) as run:
         found = run.find(config.resume, (LAST, BEST))
         config, choice = resolve(config, found, ranks)

@@ -43,7 +43,7 @@ from triton.compiler import CompiledKernel
 
 from common.errors import ConfigError, UserError, run_program
 from common.output import markdown
-from configurator import check_ranges, key, parse_args
+from configurator import key, parse_args
 from decode.arms import is_plain_pre_norm, with_norms
 from decode.ledger import shape_on_meta
 from decode.pack import LEVELS, pack
@@ -95,7 +95,6 @@ class AotConfig:
             raise ConfigError(
                 f"sm: give some of {', '.join(map(str, ARCHITECTURES))}, separated by commas"
             )
-        check_ranges(self)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -147,9 +147,7 @@ def measure(config: TrainBenchConfig, device: torch.device) -> list[Record]:
         # The peak that is known is that of 16-bit products.
         record["mfu"] = speed * flops / peak if peak and record["dtype"] in LOW else None
         record["speed_over"] = {
-            base: dataclasses.asdict(paired_ratio(times[base], own))
-            for base in bases
-            if base != record["arm"]
+            base: paired_ratio(times[base], own) for base in bases if base != record["arm"]
         }
         if config.profile:
             record["kernels"] = profile_step(steps[record["arm"]], device)

@@ -70,7 +70,7 @@ class Ranks:
             micro_batches: of a step, over all ranks.
 
         Raises:
-            ConfigError: the ranks do not divide the micro-batches, or a rank has no GPU.
+            ConfigError: the ranks do not divide the micro-batches.
         """
         rank = int(os.environ.get("RANK", 0))
         world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -84,12 +84,11 @@ class Ranks:
             keep_freed_memory()
         if own.type == "cuda":
             own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            if own.index >= (count := torch.cuda.device_count()):
-                raise ConfigError(f"rank {rank} finds no GPU, there are {count}: start fewer ranks")
             torch.cuda.set_device(own)
             torch.set_float32_matmul_precision("high")  # TF32, if a run computes in float32
         if "RANK" in os.environ:
-            _join(own)
+            backend, place = ("nccl", own) if own.type == "cuda" else ("gloo", None)
+            dist.init_process_group(backend, timeout=PATIENCE, device_id=place)
         return cls(rank, world_size, own)
 
     def __enter__(self) -> "Ranks":
@@ -132,11 +131,6 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def wait(self) -> None:
-        """Wait until all ranks are here."""
-        if self.world_size > 1:
-            dist.barrier()
-
     def together(self, action: Callable[[], T]) -> T:
         """Do `action` on every rank. If it fails on one of them, it fails on all.
 
@@ -175,20 +169,14 @@ class Ranks:
         A rank whose own exception is not a UserError keeps that one, with its traceback.
         """
         is_unexpected = own is not None and not isinstance(own, UserError)
-        sent = None
-        if own is not None:
-            text = str(own)
-            if is_unexpected:
-                text = f"rank {self.rank} failed: {type(own).__name__}: {own}"
-            sent = (text, getattr(own, "exit_code", 1))
+        sent = own
+        if is_unexpected:
+            sent = UserError(f"rank {self.rank} failed: {type(own).__name__}: {own}")
         first = next(filter(None, self.of_all(sent)), None)
         if first is None or is_unexpected:
             return own
-        text, exit_code = first
-        problem = UserError(text)
-        problem.exit_code = exit_code
-        problem.on_every_rank = True
-        return problem
+        first.on_every_rank = True
+        return first
 
     def check_same(self, value: Any, problem: str) -> None:
         """Raise UserError(problem) on every rank unless their values are the same."""
@@ -197,19 +185,6 @@ class Ranks:
             error = UserError(problem)
             error.on_every_rank = True
             raise error
-
-
-def _join(device: torch.device) -> None:
-    """Join the process group of torchrun. Raises UserError if other ranks do not come."""
-    backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    try:
-        dist.init_process_group(backend, timeout=PATIENCE, device_id=own)
-    except dist.DistError as error:
-        what = str(error).partition("\n")[0]
-        raise UserError(
-            f"rank {os.environ['RANK']} does not find all other ranks within {PATIENCE} ({what}): "
-            "start them all, and end those that are left of an earlier start"
-        ) from None
 
 
 # ------------------------------------------------------------------------------------ DDP and FSDP2

@@ -5,9 +5,7 @@ import ctypes
 import importlib.metadata
 import os
 import platform
-import re
 import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -50,8 +48,6 @@ def keep_freed_memory() -> None:
     A training step on a CPU frees and allocates the same large blocks each time. Pages that go back
     to the system in between must be mapped and zeroed again. Does nothing without glibc.
     """
-    if sys.platform != "linux":
-        return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         # M_MMAP_THRESHOLD: blocks below 1 GiB come from the heap.
@@ -86,19 +82,14 @@ def faster_float32_products(n_embd: int, head_dim: int) -> None:
         torch.set_float32_matmul_precision("medium")
 
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = ("float64", "float32", "bfloat16", "float16")  # as in torch
 
 
 def find_dtype(name: str, device: torch.device) -> torch.dtype:
     """Find the dtype of this name, one of DTYPES, or auto: bfloat16 on CUDA, else float32."""
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
-    return DTYPES[name]
+    return getattr(torch, name)
 
 
 class Precision:
@@ -129,15 +120,17 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": str(torch.__version__),
         **installed("numpy"),
     }
+    processor = _first_core().get("model name") or platform.processor() or platform.machine()
     place = {
         "git": _git_commit(),
         "versions": versions,
-        "device": _device_name(device),
+        "device": f"{device.type} ({processor}, {os.cpu_count()} cores)",
         "float32_products": torch.get_float32_matmul_precision(),
     }
     if device.type == "cpu":
         place["processor"] = _kind_of_processor()
     if device.type == "cuda":
+        place["device"] = torch.cuda.get_device_name(device)
         versions |= installed("triton") | {"cuda": torch.version.cuda}
         place["clocks"] = clocks(device)
     return place
@@ -145,9 +138,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def timing_environment(device: torch.device) -> dict[str, Any]:
     """Describe what a timing depends on: `environment`, threads, and the load average before it."""
-    load = None
-    if hasattr(os, "getloadavg"):
-        load = round(os.getloadavg()[0], 1)
+    load = round(os.getloadavg()[0], 1)
     return environment(device) | {"threads": torch.get_num_threads(), "load_average": load}
 
 
@@ -176,13 +167,6 @@ def installed(*packages: str) -> dict[str, str]:
     return found
 
 
-def _device_name(device: torch.device) -> str:
-    """Name a GPU, or the processor of any other device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({_processor()})"
-
-
 def _kind_of_processor() -> str:
     """Say what decides how a CPU rounds: vendor, family, model, and instructions for vectors.
 
@@ -194,12 +178,6 @@ def _kind_of_processor() -> str:
     kinds = [kind for kind in ROUNDING if kind in found["flags"].split()]
     model = f"family {found.get('cpu family')} model {found.get('model')}"
     return " ".join([found.get("vendor_id", "?"), model, *kinds])
-
-
-def _processor() -> str:
-    """Name the model of the CPU and its number of cores."""
-    name = _first_core().get("model name") or platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores"
 
 
 def _first_core() -> dict[str, str]:
@@ -249,10 +227,8 @@ def is_same_code(then: str | None, now: str | None) -> bool:
 
     False if one of them is unknown here, or has uncommitted changes.
     """
-    if not all(re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", commit or "") for commit in (then, now)):
-        return False
     try:
-        _git("diff", "--quiet", "--end-of-options", then, now, *CODE, *NOT_TRAINING)
+        _git("diff", "--quiet", "--end-of-options", str(then), str(now), *CODE, *NOT_TRAINING)
     except (OSError, subprocess.CalledProcessError):
         return False
     return True

@@ -150,35 +150,6 @@ def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
             file.write(chunk)
 
 
-def refused(error: Exception) -> OSError | None:
-    """Return what the system said when a file of torch.save could not be written.
-
-    torch hides it behind a RuntimeError of its own; then most often the disk is full. None for any
-    other error.
-    """
-    if isinstance(error, OSError):
-        return error
-    is_torchs = re.search("inline_container|PytorchStreamWriter", str(error))
-    if isinstance(error, RuntimeError) and is_torchs:
-        return OSError(errno.ENOSPC, "the disk may be full")
-    return None
-
-
-def append_json(path: Path, record: dict[str, Any]) -> None:
-    """Append one line to the file that the key `out` names. Raises UserError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - 1))
-            is_torn = file.read(1) not in (b"", b"\n")
-            line = json.dumps(record).encode() + b"\n"
-            # A last line that was cut off by a kill stays a line of its own.
-            file.write(b"\n" + line if is_torn else line)
-    except OSError as error:
-        raise UserError(cannot_write(f"out={path}", error)) from None
-
-
 def markdown(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """Return a table's lines, without a newline at the end."""
     header = list(header)
@@ -231,15 +202,9 @@ def made_with(config: Any) -> str:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value != field.default:
-            arguments.append(f"--{field.name}={_as_argument(value)}")
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            arguments.append(f"--{field.name}={text}")
     return " ".join(arguments)
-
-
-def _as_argument(value: Any) -> str:
-    """Return a value as the command line takes it: a tuple with commas."""
-    if isinstance(value, tuple):
-        return ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
-    return str(value)
 
 
 def card(record: dict[str, Any]) -> str:

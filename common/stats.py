@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter, process_time
+from time import perf_counter
 
 import numpy as np
 from scipy import special, stats  # special's t distribution is 300 times faster
@@ -344,28 +344,14 @@ def decide(
 # ------------------------------------------------------------------------------------------- timing
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """Geometric mean of n paired ratios with its 95 % t interval (on logarithms)."""
+def paired_ratio(numerator: list[float], denominator: list[float]) -> dict[str, float]:
+    """Return the geometric mean of n paired ratios with its 95 % t interval, on logarithms.
 
-    mean: float
-    low: float
-    high: float
-    n: int
-
-
-def paired_ratio(numerator: list[float], denominator: list[float]) -> Ratio:
-    """Estimate the ratio of paired positive measurements. Raises ValueError below two pairs."""
-    if len(numerator) != len(denominator):
-        raise ValueError("paired measurements must be equal in number")
+    {mean, low, high, n}. Raises ValueError below two pairs.
+    """
     estimate = paired(np.log(np.array(numerator) / np.array(denominator)))
-    low, high = estimate.interval()
-    return Ratio(
-        mean=float(np.exp(estimate.mean)),
-        low=float(np.exp(low)),
-        high=float(np.exp(high)),
-        n=len(numerator),
-    )
+    mean, low, high = np.exp([estimate.mean, *estimate.interval()]).tolist()
+    return {"mean": mean, "low": low, "high": high, "n": len(numerator)}
 
 
 def median_ratio(numerator: list[float], denominator: list[float]) -> dict[str, float]:
@@ -388,18 +374,11 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> dict[str, 
     }
 
 
-def seconds(arm: Callable[[], None]) -> float:
-    """Return the wall-clock seconds of one call."""
-    start = perf_counter()
+def seconds(arm: Callable[[], None], clock: Callable[[], float] = perf_counter) -> float:
+    """Return the seconds of one call by a clock; by process_time those of this process alone."""
+    start = clock()
     arm()
-    return perf_counter() - start
-
-
-def cpu_seconds(arm: Callable[[], None]) -> float:
-    """Return the CPU seconds of this process in one call, whatever else the machine does."""
-    start = process_time()
-    arm()
-    return process_time() - start
+    return clock() - start
 
 
 def paired_times(

@@ -40,7 +40,7 @@ from tqdm import tqdm
 from common.errors import ConfigError, DataError, run_program
 from common.lock import FolderLock
 from common.output import parse_json, write_bytes_atomically
-from configurator import check_ranges, key, parse_args
+from configurator import key, parse_args
 from data.documents import BROKEN, EMPTY, NO_TEXT, REPLACED, Document, input_files, read_files
 from data.shards import HEADER_BYTES, MOST_TOKENS, write_meta, write_shard
 from data.tokenizers import HFTokenizer, document_start, load_tokenizer
@@ -75,7 +75,6 @@ class ShardKeys:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         if self.tokenizer not in TOKENIZERS and not os.path.isdir(self.tokenizer):
             raise ConfigError(
                 f"tokenizer={self.tokenizer}: give gpt2, bytes, chars, or a Hugging Face folder"

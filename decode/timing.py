@@ -7,13 +7,14 @@ other programs disturb less; with more threads a clock's.
 
 import functools
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from common.stats import cpu_seconds, paired_times, seconds
+from common.stats import paired_times, seconds
 
 QUEUEING = 1_000_000  # cycles: half a millisecond, to queue two events and a graph in
 
@@ -85,7 +86,8 @@ def time_arms(
 
     turns = {name: functools.partial(turn, call) for name, call in arms.items()}
     is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
-    measure = cpu_seconds if is_one_thread else seconds
+    clock = time.process_time if is_one_thread else time.perf_counter
+    measure = functools.partial(seconds, clock=clock)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         measure = functools.partial(gpu_seconds, cycles=cycles)

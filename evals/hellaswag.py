@@ -151,9 +151,8 @@ class HellaSwag:
         self.ranks = ranks
         self.autocast = autocast
         self.batch_size = batch_size
-        if not file and ranks.is_main:
-            download()
-        ranks.wait()
+        if not file:
+            ranks.together(lambda: download() if ranks.is_main else None)
         self.items = load_items(file, count)
 
     def __call__(self, model: GPT) -> Scores:

@@ -33,7 +33,7 @@ from common.environment import environment, find_device
 from common.errors import ConfigError, UserError, run_program
 from common.output import check_replaceable, markdown, write_bytes_atomically
 from common.stats import paired
-from configurator import check_ranges, key, parse_args
+from configurator import key, parse_args
 from data.documents import read_lines
 from load import load_model
 
@@ -71,7 +71,6 @@ class EvalConfig:
     json: bool = key(False, "print the result as a line of JSON at the end")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         if bool(self.tasks) == bool(self.mmlu):
             raise ConfigError("say what to evaluate on: --tasks=NAMES, or --mmlu=DEV,TEST")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from common.environment import environment, faster_float32_products, find_device
 from common.errors import ConfigError, run_program
 from common.output import append_json, check_replaceable, markdown
-from configurator import check_ranges, key, parse_args
+from configurator import key, parse_args
 from load import load_model
 from norm_types import SHARED
 from posthoc.coupling import Calibration, greedy, ratios, refusal, suggest_first, text_windows
@@ -50,7 +50,6 @@ class StatsConfig:
     def __post_init__(self) -> None:
         if not self.text:
             raise ConfigError("text: name a file of text to measure on, --text=FILE")
-        check_ranges(self)
 
 
 def summary(rms: Tensor) -> list[dict[str, Any]]:

@@ -59,8 +59,7 @@ def speed_table(folder: Path, names: list[str], base: str) -> str:
                 continue
             ratio = ""
             if row["arm"] != base:
-                found = paired_ratio(of_base, row["seconds"])
-                ratio = span({"mean": found.mean, "low": found.low, "high": found.high}, "{:.3f}")
+                ratio = span(paired_ratio(of_base, row["seconds"]), "{:.3f}")
             compiled = "compiled" if row["compile"] else "eager"
             cells = [name, f"`{row['arm']}`", f"{row['dtype']}, {compiled}"]
             rows.append([*cells, f"{row['tokens_per_s']:,.0f}", ratio])

@@ -47,10 +47,11 @@ from common.errors import run_program
 from common.output import card, markdown, read_json, write_bytes_atomically, writing
 from common.plotting import plt, save, style
 from common.stats import decide, paired, paired_ratio, seeds_needed
-from configurator import check_ranges, key, parse_args
+from configurator import key, parse_args
 from model import GPT, GPTConfig
 from norms import CenteredLinear, LayerNorm, RMSNorm
 from training.optim import learning_rate, make_optimizer
+from training.run import LoopKeys
 
 IMAGE = (3, 16, 16)  # channels, height, width
 CLASSES = 10
@@ -87,9 +88,6 @@ class CbwcConfig:
     seeds: int = key(6, "of weights, data and order: 0, 1, ...; not of training", least=2)
     steps: int = key(300, "classify: optimiser steps of 32 texts", least=2)
     dropout: float = key(0.1, "classify: dropout probability")
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 # ---------------------------------------------------------------------------------- MLPs on images
@@ -275,7 +273,7 @@ def centering_page(records: Records, out: Path) -> str:
         ratios = [paired_ratio(*pair) for pair in compared]
         larger = (rms[:, -1, 1:] > layer[:, -1, 1:]).all(0).sum()
         last = [select(records, shape, arm, "loss")[:, -1].mean() for arm in ("layer", "rms")]
-        shown = [f"{ratio.mean:.3f} ({ratio.low:.3f} … {ratio.high:.3f})" for ratio in ratios]
+        shown = [f"{x['mean']:.3f} ({x['low']:.3f} … {x['high']:.3f})" for x in ratios]
         line = [name, *means, *shown, f"{larger} of {shape[0] - 1}"]
         lines.append([*line, *(f"{loss:.4f}" for loss in last)])
     head = ["MLP", "last input, LN", "RMS", "RMS / LN", "all layers, RMS / LN"]
@@ -377,11 +375,12 @@ def run_classify(config: CbwcConfig) -> Rows:
 def train_classifier(model: GPT, config: CbwcConfig, seed: int, texts: list[Tensor]) -> list[float]:
     """Train in place, after 50 steps of warm-up by a cosine to a tenth; return all losses."""
     optimizer = make_optimizer(model, 2e-3, (0.9, 0.95), 1e-8, 0.1)
+    rates = LoopKeys(warmup_iters=50, max_iters=config.steps, learning_rate=2e-3, min_lr=2e-4)
     stream = torch.Generator().manual_seed(seed)
     losses = []
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, "cosine", 50, config.steps, 2e-3, 2e-4, 0.2)
+            group["lr"] = learning_rate(step, rates)
         torch.manual_seed(zlib.crc32(f"{seed} {step}".encode()))  # dropout's stream
         ids, targets = draw(texts, 32, stream)
         losses.append(take_step(model, optimizer, classify(model, ids), targets))

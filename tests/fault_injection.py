@@ -27,12 +27,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import UserError
 from data.shards import write_meta
 from training.checkpoint import read_checkpoint
 
@@ -41,7 +39,7 @@ from helpers import TINY, Job, same, write_items, write_tiny_shards
 
 KILLS = ("kill", "torn")
 MODES = (*KILLS, "ENOSPC", "EIO", "EACCES", "full")
-TIMEOUT = 300.0  # seconds until a run counts as hanging
+TIMEOUT = 300.0  # seconds until a run counts as hanging, which ends everything
 
 # What depends on the clock, or on who edits the repository meanwhile
 CLOCK = {"tok_per_s", "mfu", "peak_bytes", "git"}
@@ -89,7 +87,7 @@ class Program:
 class Ended:
     """What a start of a program led to; lists have one item a rank."""
 
-    codes: list[int | None]  # None: it hung
+    codes: list[int]
     texts: list[str]
     calls: list[list[Call]]
     state: dict[str, Any]  # path of each file -> what is compared of it
@@ -138,27 +136,10 @@ def start(program: Program, files: Path, fault: Fault = NONE) -> Ended:
     words = tuple(word.replace("FILES", str(files)) for word in program.words)
     patch = ("fault_at", {"files": str(files), "trace": str(notes / "trace"), **fault._asdict()})
     job = Job(words, program.ranks, notes / "output", patch, program.module)
-    codes = wait(job)
+    codes = job.wait(TIMEOUT)
     texts = [path.read_text(errors="replace") for path in job.outputs]
     traces = [Path(f"{notes / 'trace'}.{rank}") for rank in range(program.ranks)]
     return Ended(codes, texts, [read_trace(path) for path in traces], state_of(files))
-
-
-def wait(job: Job) -> list[int | None]:
-    """Wait for all ranks; when one fails, end the others, as torchrun does."""
-    end = time.monotonic() + TIMEOUT
-    is_told = False
-    while (alive := [one for one in job.processes if one.is_alive()]) and time.monotonic() < end:
-        if not is_told and any(one.exitcode for one in job.processes):
-            is_told = True
-            for one in alive:
-                one.terminate()
-        alive[0].join(0.02)
-    codes = [one.exitcode for one in job.processes]
-    for one in alive:
-        one.kill()
-        one.join()
-    return codes
 
 
 def read_trace(path: Path) -> list[Call]:
@@ -188,10 +169,7 @@ def state_of(files: Path) -> dict[str, Any]:
 def content_of(path: Path) -> Any:
     """Read one file."""
     if path.suffix == ".pt":
-        try:
-            state = read_checkpoint(path)
-        except UserError as error:
-            return f"not readable: {error}"
+        state = read_checkpoint(path)  # whatever happens to a run, it can be read
         state["provenance"].pop("git", None)  # the code that wrote it
         return state
     if path.name == "log.jsonl":
@@ -234,8 +212,6 @@ def problem_at(program: Program, files: Path, fault: Fault, whole: Ended) -> str
     shutil.rmtree(files, ignore_errors=True)
     files.mkdir()
     ended = start(program, files, fault)
-    if None in ended.codes:
-        return "hangs"
     if len(ended.calls[fault.rank]) < fault.point:
         return "not reached"
     if fault.mode not in KILLS and (found := problem_of_error(ended, files, whole)):
@@ -260,9 +236,6 @@ def problem_of_error(ended: Ended, files: Path, whole: Ended) -> str:
     known = expected.keys() | {str(parent) for name in expected for parent in Path(name).parents}
     if rubble := ended.state.keys() - known:
         return f"rubble: {', '.join(sorted(rubble))}"
-    for name, content in ended.state.items():
-        if isinstance(content, str) and content.startswith("not readable"):
-            return f"{name} is {content}"
     errors = re.findall("^error: .*", text, re.MULTILINE)
     if len(errors) > len(ended.codes) or not any(str(files) in line for line in errors):
         return f"no one error names the path: {errors}"

@@ -1,7 +1,6 @@
 """Faults that tests inject into a training process, before it starts."""
 
 import ctypes
-import datetime
 import errno
 import functools
 import os
@@ -13,7 +12,6 @@ import torch
 
 import model
 import train
-from common import distributed, lock
 from common.distributed import share
 from common.errors import UserError
 from training import choices, dataloader, evaluation, run
@@ -31,17 +29,13 @@ def replaces(owner: object, name: str) -> Callable:
 
 
 def nan_loss(rank: int, step: int) -> None:
-    """The loss of `rank` is NaN at `step`, in forward and (through multiplication) in backward."""
+    """The loss of `rank` is NaN at `step`; its gradients are not."""
 
-    @replaces(Loop, "_train_step")
+    @replaces(Loop, "_backward")
     def poisoned(original, self, batches):
-        gpt = self.objective.model
-        if self.step == step and self.ranks.rank == rank:
-            forward = gpt.forward
-            gpt.forward = lambda *words: tuple(part * float("nan") for part in forward(*words))
-        report = original(self, batches)
-        vars(gpt).pop("forward", None)
-        return report
+        losses = original(self, batches)
+        is_bad = self.step == step and self.ranks.rank == rank
+        return losses * float("nan") if is_bad else losses
 
 
 def die_after(step: int) -> None:
@@ -63,17 +57,6 @@ def slow_steps(seconds: float) -> None:
     def slow(original, self, batches):
         time.sleep(seconds)
         return original(self, batches)
-
-
-def alone(seconds: float) -> None:
-    """A rank waits so long for the others, of which it is told one more than there are."""
-    distributed.PATIENCE = datetime.timedelta(seconds=seconds)
-    os.environ["WORLD_SIZE"] = str(int(os.environ["WORLD_SIZE"]) + 1)
-
-
-def impatient(seconds: float) -> None:
-    """A program waits so long for another one in its folder."""
-    lock.PATIENCE = seconds
 
 
 def other_data(rank: int) -> None:
@@ -105,17 +88,12 @@ def other_out_dir(rank: int, folder: str) -> None:
 def record_samples(path: str) -> None:
     """Write the block numbers of every micro-batch this rank trains on, one file a rank."""
 
-    @replaces(dataloader.TrainLoader, "batches")
-    def recorded(original, self, first_step, rank, world_size, pin, at_once):
-        assert at_once == 1
-        with open(f"{path}.{rank}", "w") as file:
-            for position, batch in enumerate(original(self, first_step, rank, world_size, pin)):
-                step, micro = divmod(position, self.micro_batches // world_size)
-                ids = self.sample_ids(first_step + step, micro * world_size + rank)
-                assert all(map(torch.equal, batch, self.blocks.batch(ids)))
-                file.write(f"{first_step + step} {micro * world_size + rank} {ids}\n")
-                file.flush()
-                yield batch
+    @replaces(dataloader.TrainLoader, "sample_ids")
+    def recorded(original, self, step, micro):
+        ids = original(self, step, micro)
+        with open(f"{path}.{os.environ.get('RANK', 0)}", "a") as file:
+            file.write(f"{step} {micro} {ids}\n")
+        return ids
 
 
 def bad_share(rank: int | None, step: int, name: str, value: str) -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from configurator import check_ranges, help_text, key, parse_args, read_config_file
+from configurator import help_text, key, parse_args, read_config_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Config(Base):
     name: str | None = key(None, "a text or auto")
     alpha: float | tuple[float, ...] = key(1.0, "one number or several")
     scaling: tuple[float, ...] = key((), "several numbers")
+    names: tuple[str, ...] = key((), "several names")
 
 
 def parse(*argv: str) -> Config:
@@ -125,6 +126,7 @@ def test_wrong_type_on_the_command_line_names_key_and_type(word):
         ("n_layer = None", "int"),
         ("n_layer = (1,)", "int"),
         ("bias = 1", "bool"),
+        ("norm_type = 'batch'", "layer, rms; got 'batch'"),
         ("bias = 'true'", "bool"),
         ("dropout = '0.1'", "float"),
         ("dropout = True", "float"),
@@ -135,14 +137,9 @@ def test_wrong_type_on_the_command_line_names_key_and_type(word):
     ],
 )
 def test_wrong_type_in_a_file_names_file_key_and_type(line, wanted, config_file):
-    with pytest.raises(ConfigError, match=rf"config\.py:1: {line.split()[0]} must be .*{wanted}"):
+    key = line.split()[0]
+    with pytest.raises(ConfigError, match=rf"config\.py:1: {key} (must be|is one of) .*{wanted}"):
         parse(config_file(line))
-
-
-def test_choices(config_file):
-    for word in ("--norm_type=batch", config_file("norm_type = 'batch'")):
-        with pytest.raises(ConfigError, match="norm_type is one of layer, rms; got 'batch'"):
-            parse(word)
 
 
 def test_auto_is_none_and_numbers_are_one_or_several(config_file):
@@ -160,6 +157,8 @@ def test_auto_is_none_and_numbers_are_one_or_several(config_file):
     assert parse("--alpha=2").alpha == 2.0
     assert parse("--alpha=1,2.5").alpha == parse("--alpha=(1, 2.5)").alpha == (1.0, 2.5)
     assert parse("--scaling=8,1").scaling == (8.0, 1.0)
+    for text, names in (("a,b-1", ("a", "b-1")), ("a", ("a",)), ("", ())):
+        assert parse(f"--names={text}").names == names
 
 
 def test_later_words_win(config_file):
@@ -217,16 +216,7 @@ def test_help_lists_every_key_with_type_default_and_a_line(capsys):
     for field in dataclasses.fields(Config):
         default = "auto" if field.default is None else repr(field.default)
         assert f"--{field.name}={default}  (" in text and field.metadata["help"] in text
-    for kind in (
-        "(int)",
-        "(float)",
-        "(bool)",
-        "(layer|rms)",
-        "(str)",
-        "(bool | auto)",
-        "(int | auto)",
-    ):
-        assert kind in text
+    assert "(layer|rms)" in text and "(int | auto)" in text
 
 
 # ------------------------------------------------------------------------------------- config files
@@ -497,9 +487,6 @@ class Bounded:
     width: int = key(8, "channels", least=1, most=1 << 20)
     alpha: tuple[float, ...] = key((), "one for each block", least=0.5)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 def test_bounds_and_their_help():
     def bounded(*argv):
@@ -518,12 +505,3 @@ def test_bounds_and_their_help():
     shown = help_text(Bounded, "")
     assert "(float, 0 or at least 1e-06, at most 100)" in shown
     assert "(int, at least 1, at most 1048576)" in shown
-
-
-@pytest.mark.parametrize(("text", "names"), [("a,b-1", ("a", "b-1")), ("a", ("a",)), ("", ())])
-def test_names_with_commas_between(text, names):
-    @dataclasses.dataclass(frozen=True)
-    class Named:
-        names: tuple[str, ...] = key((), "several names")
-
-    assert parse_args(Named, [f"--names={text}"])[0].names == names

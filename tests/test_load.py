@@ -9,12 +9,10 @@ import pytest
 import torch
 from helpers import shake
 
-from common.errors import CheckpointError, ConfigError
-from configurator import parse_args
-from load import init_from, take_shape
+from common.errors import CheckpointError
+from load import init_from
 from model import GPT, GPTConfig
 from norm_types import NORM_TYPES
-from train import TrainConfig
 from training.checkpoint import save_checkpoint
 
 SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=8, n_layer=2, n_head=2, n_embd=16)
@@ -120,17 +118,3 @@ def test_gains_are_kept_however_they_are_stored(theirs, ours, saved):
         pairs += [(net.blocks[0].attn.q_norm for net in (model, source))]
     for new, old in pairs:
         torch.testing.assert_close(new.exact_gain, old.exact_gain, rtol=1e-6, atol=1e-7)
-
-
-def test_norms_within_attention_are_left_out_where_the_run_says_so(saved):
-    path, source = saved(norm_type="hybrid")
-    model = GPT(replace(SHAPE, norm_type="rms", qk_norm="none"))
-    init_from(model, path)
-    assert torch.equal(model.blocks[1].mlp.up.weight, source.blocks[1].mlp.up.weight)
-
-
-def test_a_damaged_config_of_a_run_that_starts_from_a_model(tmp_path):
-    (tmp_path / "config.json").write_text('{"norm_ty')
-    words = ["--init_from=gpt2", f"--out_dir={tmp_path}"]
-    with pytest.raises(ConfigError, match=r"config\.json is damaged.*remove it"):
-        parse_args(TrainConfig, words, complete=take_shape)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, TINY, records, write_items, write_tiny_shards
-from quick_python import write_python
 
 import report
 from common.errors import ConfigError
@@ -36,7 +35,6 @@ WORDS = (*TINY, "--checkpoint_interval=10")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("sweep")
-    write_python(place)
     folder = write_tiny_shards(place / "data", vocab=200)
     (folder / "meta.json").write_text(json.dumps({"tokenizer": "bytes", "vocab_size": 257}))
     write_items(folder / "items.jsonl", 12)
@@ -49,7 +47,7 @@ def start(data: Path, out: Path, *words: str, **env: str) -> subprocess.Popen:
         "SEEDS": "1 2",
         "OUT": str(out),
         "HELLASWAG": str(data / "items.jsonl"),
-        "PYTHON": str(data.parent / "python"),
+        "PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
         **env,
     }

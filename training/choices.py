@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from common.distributed import Ranks
-from common.environment import DTYPES, cpuinfo, machine_memory
-from common.errors import CheckpointError, ConfigError
+from common.environment import cpuinfo
+from common.errors import ConfigError
 from common.old_keys import AUTO, by_device, chosen_then, device_kind
 from data.shards import GPT2
-from model import check_memory
 from training.checkpoint import FoundCheckpoint
-from training.run import saved_provenance
 
 # bfloat16 pays from this many channels on, and this many tokens times channels in a pass. Small
 # products gain nothing that makes up for the casts.
@@ -46,11 +44,9 @@ def resolve(config: Any, found: FoundCheckpoint | None, ranks: Ranks) -> tuple[A
         The config, and what was chosen, as one line for people; "" if nothing was left open.
     """
     device = ranks.device
-    place = ""
-    if found is not None:
-        place = saved_provenance(found.state).get("device", device.type)
+    place = "" if found is None else found.provenance.get("device", device.type)
     if found is not None and device_kind(place) == device.type:
-        chosen = keep(config, found.state["config"], place, found.path)
+        chosen = open_keys(config, chosen_then(found.state["config"], place))
         origin = "as when the run began"
     else:
         chosen = choose(config, device)
@@ -87,27 +83,6 @@ def with_vocabulary(config: Any, meta: dict[str, Any]) -> tuple[Any, dict[str, A
     return config, meta
 
 
-def check_fits(config: Any, device: torch.device) -> None:
-    """Raise ConfigError for a model or a micro-batch that the memory of this machine cannot hold.
-
-    Of a micro-batch it counts less than a step needs: tokens and targets, and on a CPU in 16 bits
-    what backward reads of each block's stream and MLP.
-    """
-    # To save an FSDP run, rank 0 gathers weights and both moments, 4 bytes each.
-    check_memory(config, 12 if config.parallel == "fsdp" else 4)
-    of_token = 16
-    if device.type == "cpu":
-        of_token += 2 * config.n_layer * (config.n_embd + config.inner)
-    needed = of_token * config.batch_size * config.block_size
-    if needed > machine_memory():
-        raise ConfigError(
-            f"batch_size={config.batch_size} and block_size={config.block_size}: a micro-batch "
-            f"takes more than {needed / 1e9:,.0f} GB, and this machine has "
-            f"{machine_memory() / 1e9:,.0f} GB of memory: lower batch_size, with as many times "
-            "more gradient_accumulation_steps"
-        )
-
-
 def choose(config: Any, device: torch.device) -> dict[str, Any]:
     """Choose a value for each key of `config` (a TrainConfig) that is at auto."""
     chosen = by_device(device.type)
@@ -119,26 +94,6 @@ def choose(config: Any, device: torch.device) -> dict[str, Any]:
             "merge_micro_batches": merged,
         }
     return open_keys(config, chosen)
-
-
-def keep(config: Any, then: dict[str, Any], device: str, path: Path) -> dict[str, Any]:
-    """Take what a run chose when it began, for each key of `config` that is at auto.
-
-    Args:
-        config: a TrainConfig.
-        then: the config in the checkpoint that is resumed.
-        device: where that run was, as its provenance says.
-        path: of that checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint has a value that no run chooses.
-    """
-    then = chosen_then(then, device)
-    merged = then["merge_micro_batches"]
-    is_sound = then["compile"] in (True, False) and type(merged) is int and merged > 0
-    if not is_sound or str(then["dtype"]) not in DTYPES:
-        raise CheckpointError(f"{path}: not a nanonorm checkpoint: its config is damaged")
-    return open_keys(config, then)
 
 
 def open_keys(config: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -78,18 +78,15 @@ class Evaluator:
         self.ranks = ranks
         self.autocast = autocast
         self.batches = eval_batches(blocks, config.batch_size, config.eval_tokens)
-        self._load_tokenizer(meta)
-
-    def _load_tokenizer(self, meta: dict) -> None:
-        """Load the tokenizer. Without one there are no bits per byte and no text sample."""
+        # Without a tokenizer there are no bits per byte and no text sample.
         self.tokenizer = None
         self.no_tokenizer = ""  # why there is none
         self.bytes_per_token = 0.0  # 0: unknown
         try:
             self.tokenizer = load_tokenizer(meta)
-            if self.ranks.is_main:
+            if ranks.is_main:
                 lengths = token_bytes(self.tokenizer)
-                self.bytes_per_token = bytes_per_token(self.blocks, self.batches, lengths)
+                self.bytes_per_token = bytes_per_token(blocks, self.batches, lengths)
         except DataError as error:
             self.no_tokenizer = str(error)
 
@@ -149,7 +146,13 @@ class Evaluator:
         Args:
             model: not compiled: a compiled one ignores hooks that are registered later.
         """
-        x, y = self.spread_windows()
+        # One batch of windows (B, T), or a few less, spread evenly over the text: neighbouring ones
+        # are of one document, and would only tell how well the model predicts that one.
+        indices = [index for batch in self.batches for index in batch]
+        stride = math.ceil(len(indices) / len(self.batches[0]))
+        x, y = self.blocks.batch(indices[::stride])
+        x = x.to(self.ranks.device)
+        y = y.to(self.ranks.device)
         with self.autocast():
             stats = measure(model, x, y)
             logit = largest_attention_logit(model, x)
@@ -159,26 +162,16 @@ class Evaluator:
     def log_split_loss(self, model: GPT, log: RunLog, step: int) -> None:
         """Measure the loss over the whole val split, document by document, and log it."""
         # Without a tokenizer nothing says where documents begin.
-        windows = Windows(self.blocks, getattr(self.tokenizer, "eot_token", None))
-        tokens, nats = split_loss(model, windows, self.config.batch_size, self.ranks, self.autocast)
+        begin = getattr(self.tokenizer, "eot_token", None)
+        tokens, nats = split_loss(
+            model, self.blocks, begin, self.config.batch_size, self.ranks, self.autocast
+        )
         record = split_record(tokens, nats)
         log.event("val_full", step=step, **record)
         log.say(
             f"step {step}  val loss over the whole split {record['val_loss_full']:.4f} nats per "
             f"token, {record['tokens']:,} tokens, {len(tokens)} documents"
         )
-
-    def spread_windows(self) -> tuple[Tensor, Tensor]:
-        """Return one batch of windows and their targets (B, T), spread evenly over the text.
-
-        Neighbouring windows are of one document, and would only tell how well the model predicts
-        that one.
-        """
-        indices = [index for batch in self.batches for index in batch]
-        # As many windows as a batch has, or a few less.
-        stride = math.ceil(len(indices) / len(self.batches[0]))
-        x, y = self.blocks.batch(indices[::stride])  # (B, T) each
-        return x.to(self.ranks.device), y.to(self.ranks.device)
 
     def write_sample(self, model: GPT, path: Path) -> str:
         """Write how the model continues the first tokens of the val shards.
@@ -222,92 +215,63 @@ def split_record(tokens: np.ndarray, nats: np.ndarray) -> dict[str, Any]:
     return found
 
 
-class Windows:
-    """A split cut into windows of block_size targets; the last one of a shard may be shorter.
-
-    Args:
-        blocks: the split.
-        end_of_text: id of the token with which each document begins; None: unknown, so that the
-            split counts as one document.
-    """
-
-    def __init__(self, blocks: Blocks, end_of_text: int | None):
-        self.blocks = blocks
-        length = blocks.block_size
-        self.starts = [
-            (number, start)
-            for number, shard in enumerate(blocks.shards)
-            for start in range(0, len(shard) - 1, length)
-        ]
-        # Where documents begin in each shard, and how many have begun before it.
-        self.begins = [
-            np.flatnonzero(shard == end_of_text) if end_of_text is not None else np.zeros(0, int)
-            for shard in blocks.shards
-        ]
-        self.before = np.cumsum([0] + [len(begin) for begin in self.begins])
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def batch(self, indices: range) -> tuple[Tensor, Tensor, np.ndarray]:
-        """Read windows.
-
-        Returns:
-            x, y: int64 (B, T) each; y is -1 behind the end of a shard.
-            documents: number of each target's document, (B, T); meaningless where y is -1. The
-                token that begins a document belongs to it.
-        """
-        length = self.blocks.block_size
-        x = np.zeros((len(indices), length), np.int64)
-        y = np.full((len(indices), length), -1, np.int64)
-        documents = np.zeros((len(indices), length), np.int64)
-        for row, index in enumerate(indices):
-            number, start = self.starts[index]
-            tokens = self.blocks.shards[number][start : start + length + 1].astype(np.int64)
-            count = len(tokens) - 1
-            x[row, :count] = tokens[:-1]
-            y[row, :count] = tokens[1:]
-            places = np.arange(start + 1, start + 1 + count)
-            begun = np.searchsorted(self.begins[number], places, side="right")
-            documents[row, :count] = self.before[number] + begun
-        return torch.from_numpy(x), torch.from_numpy(y), documents
-
-
 def split_loss(
-    model: GPT, windows: Windows, batch_size: int, ranks: Ranks, autocast: Callable
+    model: GPT,
+    blocks: Blocks,
+    end_of_text: int | None,
+    batch_size: int,
+    ranks: Ranks,
+    autocast: Callable,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute the loss of every target of a split once, with the context of its own window.
 
-    The ranks share the windows. All of them must call it.
+    Windows have block_size targets, the last one of a shard fewer. The ranks share the windows. All
+    of them must call it.
 
     Args:
         model: not compiled. Its mode of training is restored.
-        windows: the split.
+        blocks: the split.
+        end_of_text: id of the token with which each document begins; None: unknown, so that the
+            split counts as one document.
         batch_size: windows at once; fewer if their logits would be too many.
         ranks: this process and the others.
         autocast: Precision.autocast.
 
     Returns:
         One entry for each document that has a target: the number of its targets, int64, and the sum
-        of their losses in nats, float64.
+        of their losses in nats, float64. The token that begins a document belongs to it.
     """
-    fitting = LOGITS_BYTES // (4 * windows.blocks.block_size * model.n_vocab)
-    rows = max(1, min(batch_size, fitting))
-    starts = range(0, len(windows), rows)
+    length = blocks.block_size
+    rows = max(1, min(batch_size, LOGITS_BYTES // (4 * length * model.n_vocab)))
+    windows = []  # (tokens of the shard, place of the first, place of the shard in the split)
+    begins = [np.zeros(0, int)]  # places in the split where documents begin
+    offset = 0
+    for shard in blocks.shards:
+        windows += [(shard, start, offset) for start in range(0, len(shard) - 1, length)]
+        begins.append(offset + np.flatnonzero(shard == end_of_text))
+        offset += len(shard)
+    begun = torch.from_numpy(np.concatenate(begins))
     # Tokens and nats; the text before the first document is number 0.
-    totals = torch.zeros(2, int(windows.before[-1]) + 1, dtype=torch.float64)
+    totals = torch.zeros(2, len(begun) + 1, dtype=torch.float64)
     with evaluating(model):
-        for start, counts in ranks.deal(starts):
-            x, y, documents = windows.batch(range(start, min(start + rows, len(windows))))
+        for first, counts in ranks.deal(range(0, len(windows), rows)):
+            batch = windows[first : first + rows]
+            ids = torch.full((len(batch), length + 1), -1)
+            places = torch.zeros(len(batch), length, dtype=torch.long)  # of targets in the split
+            for row, (shard, start, offset) in enumerate(batch):
+                tokens = torch.from_numpy(shard[start : start + length + 1].astype(np.int64))
+                ids[row, : len(tokens)] = tokens
+                places[row] = offset + start + 1 + torch.arange(length)
+            y = ids[:, 1:]  # (B, T), -1 behind the end of a shard
             with autocast():
-                logits = model(x.to(ranks.device))  # (B, T, n_vocab)
+                logits = model(ids[:, :-1].clamp(min=0).to(ranks.device))  # (B, T, n_vocab)
             losses = token_losses(logits, y.to(ranks.device))  # (B T,)
             if counts:
                 valid = (y != -1).flatten()
-                index = torch.from_numpy(documents).flatten()[valid]
+                documents = torch.searchsorted(begun, places.flatten()[valid], right=True)
                 nats = losses.cpu().double()[valid]
-                totals[0].index_add_(0, index, torch.ones_like(nats))
-                totals[1].index_add_(0, index, nats)
+                totals[0].index_add_(0, documents, torch.ones_like(nats))
+                totals[1].index_add_(0, documents, nats)
     # MPS has no float64; it has one rank, which needs no sum.
     if ranks.world_size > 1:
         totals = ranks.sum(totals.to(ranks.device)).cpu()

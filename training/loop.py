@@ -201,7 +201,9 @@ class Loop:
         Nothing here waits for the device.
         """
         config, ranks = self.config, self.ranks
-        lr = self._set_learning_rate()
+        lr = learning_rate(self.step, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         # The random stream of dropout is a function of (seed, step, rank): no evaluation disturbs
         # it, and a resumed run has the same.
         torch.manual_seed(zlib.crc32(f"{config.seed} {self.step} {ranks.rank}".encode()))
@@ -219,22 +221,6 @@ class Loop:
             count_bad(report),
         )
         return PendingReport(self.step, lr, report, grad_norms)
-
-    def _set_learning_rate(self) -> float:
-        """Set the learning rate of this step, and return it."""
-        config = self.config
-        lr = learning_rate(
-            self.step,
-            config.lr_schedule,
-            config.warmup_iters,
-            config.max_iters,
-            config.learning_rate,
-            config.min_lr,
-            config.wsd_decay,
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
 
     def _backward(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
         """Add up gradients over this rank's batches. Returns its mean losses (2,)."""
@@ -256,7 +242,6 @@ class Loop:
         # All ranks have the same report, so all of them raise, or stop, after the same step.
         self._check_finite(report)
         self.stability.add(report.loss, report.grad_norm)
-        self.log.advance(report.step)
         if report.step % self.config.log_interval == 0 or report.step in (1, self.config.max_iters):
             self._log_step(report)
         if report.stops:
@@ -271,7 +256,9 @@ class Loop:
         if report.bad_ranks:
             culprit = f"the loss on rank {report.bad_ranks[0]}"
         elif self.skipped >= allowed:
-            culprit = self._bad_gradient(report)
+            norms = zip(self.objective.parameters, report.gradient_norms, strict=True)
+            bad = [f"the gradient of {name}" for name, norm in norms if not math.isfinite(norm)]
+            culprit = bad[0] if bad else "the global gradient norm"
         else:
             return
         self._stop(f"step {report.step}: {culprit} is not finite", "it was not applied")
@@ -284,13 +271,6 @@ class Loop:
         if (folder / self.objective.checkpoint).exists():
             kept = f"the last checkpoint in {folder} is good"
         raise NonFiniteError(f"{reason}; {done}, {kept}: lower learning_rate, or look at the data")
-
-    def _bad_gradient(self, report: StepReport) -> str:
-        """Name the first gradient that is not finite."""
-        for name, norm in zip(self.objective.parameters, report.gradient_norms, strict=True):
-            if not math.isfinite(norm):
-                return f"the gradient of {name}"
-        return "the global gradient norm"
 
     def _log_step(self, report: StepReport) -> None:
         """Log losses and speed."""

@@ -110,12 +110,6 @@ class MuonWithAdamW:
             size = 0.2 * math.sqrt(max(shape))
             torch._foreach_add_([self.parts[place] for place in places], steps, alpha=-lr * size)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters."""
-        self.adamw.zero_grad(set_to_none)
-        for weight in self.group["params"]:
-            weight.grad = None
-
 
 def orthogonalized(stack: Tensor) -> Tensor:
     """Compute about U V^T of each matrix U S V^T in `stack` (N, A, B), in bfloat16.

@@ -6,7 +6,7 @@ A step whose loss or gradient is not finite is never applied.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,37 +120,31 @@ def micro_step(
     return losses.detach() / micro_batches
 
 
-def learning_rate(
-    step: int,
-    schedule: str,
-    warmup: int,
-    max_iters: int,
-    highest: float,
-    lowest: float,
-    wsd_decay: float,
-) -> float:
-    """Compute the learning rate of `step` (1 .. max_iters).
+def learning_rate(step: int, config: Any) -> float:
+    """Compute the learning rate of `step` (1 .. max_iters) from the keys of a run.
 
     Linear warm-up, whose first step is not zero; then one of the schedules:
 
-        cosine    half a cosine from `highest` to `lowest`
-        wsd       constant, then linear to `lowest` over the last `wsd_decay` share of all steps
-        constant  `highest`
+        cosine    half a cosine from `learning_rate` to `min_lr`
+        wsd       constant, then linear to `min_lr` over the last `wsd_decay` share of all steps
+        constant  `learning_rate`
     """
-    # Step 1 has highest / warmup: a step at 0 would be lost.
-    if step <= warmup:
-        return highest * step / warmup
-    if schedule == "constant":
+    highest = config.learning_rate
+    start = config.warmup_iters
+    end = config.max_iters
+    # Step 1 has highest / warmup_iters: a step at 0 would be lost.
+    if step <= start:
+        return highest * step / start
+    if config.lr_schedule == "constant":
         return highest
-    start = warmup
-    if schedule == "wsd":
-        start = max(warmup, round((1 - wsd_decay) * max_iters))
+    if config.lr_schedule == "wsd":
+        start = max(start, round((1 - config.wsd_decay) * end))
     # The share of the decay that is over: 0 at its start, 1 at max_iters.
-    over = min(1.0, max(0, step - start) / max(1, max_iters - start))
+    over = min(1.0, max(0, step - start) / max(1, end - start))
     height = 1 - over
-    if schedule == "cosine":
+    if config.lr_schedule == "cosine":
         height = 0.5 * (1 + math.cos(math.pi * over))  # 1 to 0, flat at both ends
-    return lowest + height * (highest - lowest)
+    return config.min_lr + height * (highest - config.min_lr)
 
 
 def make_optimizer(
@@ -229,7 +223,11 @@ def guarded_update(
     # Under FSDP this rank's part, in the same memory.
     gradients = [share(parameter.grad) for parameter in parameters]
     norms = _gradient_norms(gradients, is_sharded(parameters[0]), bad_losses.dtype)
-    divisor = _clipping_divisor(norms.total, clip)
+    # What all gradients are divided by, so that their norm is at most `clip`: 1 or more
+    divisor = torch.ones_like(norms.total)
+    if clip:
+        # as torch.nn.utils.clip_grad_norm_ does
+        divisor = ((norms.total + 1e-6) / clip).clamp(min=1.0)
     if scaler.is_enabled():
         torch._foreach_div_(gradients, divisor)
         # The scaler skips a step with infinite gradients, and lowers the loss scale.
@@ -240,7 +238,8 @@ def guarded_update(
         # is the norm under FSDP: all ranks skip together.
         is_bad = ~torch.isfinite(norms.total) | (bad_losses > 0)
         _apply(optimizer, gradients, divisor, is_bad)
-    optimizer.zero_grad(set_to_none=True)
+    for parameter in parameters:
+        parameter.grad = None
     return norms
 
 
@@ -253,14 +252,6 @@ def _gradient_norms(gradients: list[Tensor], are_shares: bool, dtype: torch.dtyp
         dist.all_reduce(squares)
         norms = squares.sqrt().to(norms.dtype)
     return GradientNorms(total=torch.linalg.vector_norm(norms), each=norms)
-
-
-def _clipping_divisor(total: Tensor, clip: float) -> Tensor:
-    """Compute what all gradients must be divided by, so that their norm is at most `clip`."""
-    if not clip:
-        return torch.ones_like(total)
-    # as torch.nn.utils.clip_grad_norm_ does
-    return ((total + 1e-6) / clip).clamp(min=1.0)
 
 
 def _apply(optimizer: Optimizer, gradients: list[Tensor], divisor: Tensor, is_bad: Tensor) -> None:

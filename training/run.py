@@ -21,23 +21,16 @@ from common.errors import CheckpointError, ConfigError, UserError, cannot_write
 from common.fingerprint import data_difference
 from common.lock import FolderLock
 from common.old_keys import as_today, chosen_then
-from common.output import RUN_CONFIG, check_replaceable, write_bytes_atomically
+from common.output import RUN_CONFIG, check_replaceable, read_json, write_bytes_atomically
 from configurator import key
 from model import GPT
 from training.checkpoint import BEST, FoundCheckpoint, find_checkpoint, save_checkpoint
-from training.log import RunLog, last_event
+from training.log import RunLog
 from training.optim import AdamKeys
-from training.tracker import TRACKERS, check_tracker
+from training.tracker import TRACKERS
 
-# Entries that are compared, and their types; versions are compared too, one by one. An older one
-# may lack some.
-COMPARED = {
-    "git": str,
-    "world_size": int,
-    "device": str,
-    "processor": str,
-    "float32_products": str,
-}
+# Entries that are compared; versions are compared too, one by one. An older one may lack some.
+COMPARED = ("git", "world_size", "device", "processor", "float32_products")
 # Keys that a finished run may be asked for again with: they change nothing that it has measured.
 FREE_AT_THE_END = {
     "out_dir",
@@ -130,7 +123,7 @@ class RunFolder:
         ranks: this process and the others.
 
     Raises:
-        UserError: the tracker is not installed, or another process works in the folder.
+        UserError: another process works in the folder.
     """
 
     def __init__(self, config: RunKeys, ranks: Ranks):
@@ -145,7 +138,6 @@ class RunFolder:
         self.changed: list[str] = []  # what differs from the run that is resumed
         is_main = ranks.is_main
         self.log = RunLog(self.path, config.max_iters, is_main)
-        ranks.together(lambda: check_tracker(config.tracker if is_main else "off"))
         # No other process may be in the folder when we look for a checkpoint there.
         self.lock = ranks.together(
             lambda: FolderLock(self.path, lambda: self.stop_signal.name, active=is_main)
@@ -183,7 +175,7 @@ class RunFolder:
         log = self.path / "log.jsonl"
         end = {}
         if found.path.parent == self.path and log.exists():
-            event = last_event(log)
+            event = (read_json(log) or [{}])[-1]
             end = event if event.get("reason") == "done" else None
         # As the main rank sees it: others may not have the folder.
         return self.ranks.of_main(end)
@@ -206,12 +198,11 @@ class RunFolder:
 
     def changed_keys(self, config: RunKeys, free: Set[str] = frozenset()) -> list[str]:
         """List how the keys of `config`, but for `free` ones, differ from the run before."""
-        state = self.found.state
         asked = {name: value for name, value in asdict(config).items() if name not in free}
+        then = self.found.provenance
         # What that run took for keys that are at auto.
-        place = saved_provenance(state).get("device", self.ranks.device.type)
-        before = chosen_then(state["config"], place)
-        return changed_keys(before, asked, saved_provenance(state))
+        before = chosen_then(self.found.state["config"], then.get("device", self.ranks.device.type))
+        return changed_keys(before, asked, then)
 
     def compare(self, config: RunKeys, data: str, remedy: str) -> None:
         """Describe where this run trains, and list what has changed since the checkpoint found.
@@ -232,7 +223,7 @@ class RunFolder:
         found = self.found
         if found is None:
             return
-        then = saved_provenance(found.state)
+        then = found.provenance
         self.ranks.together(lambda: check_same_data(then, self.provenance, found.path, remedy))
         self.changed = self.changed_keys(config) + changes(then, self.provenance)
         if found.problem:
@@ -269,12 +260,7 @@ class RunFolder:
             check_replaceable(path, RUN_CONFIG)
         self.log.open(keys, resume_step, start | self.provenance, self.changed, logged_until)
         if config_file:
-            write_config(path, keys)
-
-
-def write_config(path: Path, keys: dict[str, Any], kept: str = "") -> None:
-    """Write a config.json. Raises UserError, which says what is `kept`."""
-    write_text(path, json.dumps(keys, indent=1), kept)
+            write_text(path, json.dumps(keys, indent=1))
 
 
 def write_model(model: GPT, folder: Path, step: int = 0, kept: str = "") -> None:
@@ -283,7 +269,7 @@ def write_model(model: GPT, folder: Path, step: int = 0, kept: str = "") -> None
     Raises UserError, which says what is `kept`.
     """
     config = asdict(model.config)
-    write_config(folder / "config.json", config, kept)
+    write_text(folder / "config.json", json.dumps(config, indent=1), kept)
     state = {"step": step, "config": config, "meta": model.meta, "model": model.state_dict()}
     save_checkpoint(folder / BEST, state)
 
@@ -297,17 +283,6 @@ def write_text(path: Path, text: str, kept: str = "") -> None:
 
 
 # ------------------------------------------------------------------------------ where it trains
-
-
-def saved_provenance(state: dict[str, Any]) -> dict[str, Any]:
-    """Return where the run of a checkpoint trained, without entries of a wrong type.
-
-    {} if the checkpoint does not say.
-    """
-    found = state.get("provenance", {})
-    # A checkpoint may come from elsewhere, so each entry's type is checked.
-    kinds = {"data": str, "versions": dict, **COMPARED}
-    return {name: found[name] for name, kind in kinds.items() if type(found.get(name)) is kind}
 
 
 def check_same_data(then: dict[str, Any], now: dict[str, Any], path: Path, remedy: str) -> None:
@@ -343,7 +318,8 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     Left out: what the older one does not tell, and commits between which training did not change.
     """
-    names = [name for name in COMPARED if name in then and name in now and then[name] != now[name]]
+    both = [name for name in COMPARED if then.get(name) is not None and name in now]
+    names = [name for name in both if then[name] != now[name]]
     # Another commit is a change only if the code that trains has changed between the two.
     if "git" in names and is_same_code(then["git"], now["git"]):
         names.remove("git")

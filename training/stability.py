@@ -16,7 +16,6 @@ from training.stream import evaluating
 
 WINDOW = 50  # steps whose losses a step is compared with
 SPIKE = 0.5  # nats per token above their median
-QUERIES = 1024  # whose attention logits are computed at once
 
 
 @dataclass
@@ -86,17 +85,12 @@ def largest_logit(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, T, head_dim)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    keys = k.flatten(0, 1)  # (B H, T, head_dim)
+    if mask is None:  # query i sees the keys up to i
+        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     largest = []
-    # QUERIES of one head at a time, because all logits would need much memory.
+    # One head at a time, because all logits would need much memory.
     with torch.autocast(q.device.type, enabled=False):
-        for head, queries in enumerate(q.flatten(0, 1)):
-            for start in range(0, T, QUERIES):
-                end = min(start + QUERIES, T)
-                logits = scale * queries[start:end].float() @ keys[head, :end].float().T
-                if mask is None:  # query i sees the keys up to i
-                    is_seen = torch.ones_like(logits, dtype=torch.bool).tril(start)
-                else:
-                    is_seen = mask[start:end, :end]
-                largest.append(logits.masked_fill(~is_seen, -torch.inf).max())
+        for queries, keys in zip(q.flatten(0, 1), k.flatten(0, 1), strict=True):  # (T, head_dim)
+            logits = scale * queries.float() @ keys.float().T  # (T, T)
+            largest.append(logits.masked_fill(~mask, -torch.inf).max())
     return torch.stack(largest).max()

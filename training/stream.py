@@ -82,7 +82,8 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
         _, h, used = outputs
         # (B, T, 1); a norm that replaces the stream has a statistic of its own, so no drift
         log_ratio = place.norm.log_drift(h, used)
-        rms, mean = (part.double().square().mean().sqrt() for part in (h, h.double().mean(-1)))
+        rms = h.double().square().mean().sqrt()
+        mean = h.double().mean(-1).square().mean().sqrt()
         drift = log_ratio.mean().exp()
         rows.append((rms, drift, log_ratio.std(correction=0), mean / rms))
         # within forward, where FSDP has the head gathered

@@ -56,7 +56,7 @@ def test_a_record_adds_up_and_all_lengths_are_compiled(checkpoint, tmp_path, cap
         assert {name: len(its) for name, its in times.items()} == dict.fromkeys(arms, 6)
         assert record["norm_share"] == 1 - record["ms"][BARE] / record["ms"]["before"]
         mean = record["before / after"]["mean"]
-        assert mean == ratio["mean"] == paired_ratio(times["before"], times["after"]).mean
+        assert mean == ratio["mean"] == paired_ratio(times["before"], times["after"])["mean"]
         assert ("sequential" in record) == (record["mode"] == "eager")
     found = records[-1]["sequential"]
     assert found["saved"]["after"] == 1 - found["seconds"]["after"] / found["seconds"]["before"]

@@ -259,7 +259,7 @@ def test_a_run_writes_table_and_records(tmp_path, capsys, upstream):
         assert row["tokens_per_s"] == pytest.approx(2 * 4 * 16 / sorted(own)[1])
         assert set(row["speed_over"]) == {"coupled", "rms", "nanogpt"} - {name}
         for base, ratio in row["speed_over"].items():
-            assert ratio == dataclasses.asdict(paired_ratio(records[base]["seconds"], own))
+            assert ratio == paired_ratio(records[base]["seconds"], own)
         assert row["dtype"] == "float32" and row["config"]["n_embd"] == 32 and "git" in row
     # The same weights and batches: arms that compute the same have the same loss
     assert records["coupled"]["first_loss"] == records["coupled" + AGAIN]["first_loss"]

@@ -12,9 +12,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TINY, losses, write_tiny_shards
+from helpers import ROOT, TINY, write_tiny_shards
 
-from common.errors import one_line, run_program
+from common.errors import missing_on_this_machine, one_line, run_program
 from data.shards import HEADER_BYTES
 
 
@@ -54,7 +54,6 @@ def complaint(launch, tiny_data, tmp_path):
         (["--vocab_size=50"], ["vocab_size=50", "60"]),
         (["--out_dir="], ["out_dir is empty"]),
         (["--n_layer=100000000"], ["n_layer", "GB of memory"]),
-        (["--batch_size=1048576", "--n_inner=65536"], ["batch_size=1048576", "GB of memory"]),
         (["--norm_eps=1e30"], ["norm_eps=1e+30", "at most 1"]),
         (["--grad_clip=1e-45"], ["grad_clip", "0 or at least 1e-06"]),
         (["--init_std=0"], ["init_std=0.0", "at least 1e-06"]),
@@ -63,7 +62,8 @@ def complaint(launch, tiny_data, tmp_path):
         (["--adam_eps=1e30"], ["adam_eps=1e+30", "at most 1"]),
         (["--position=rope", "--rope_theta=1e30"], ["rope_theta", "at most 1e+15"]),
         (["--norm_type=post", "--residual_weight=1e-45"], ["residual_weight", "at least 1e-06"]),
-        (["--norm_type=dyt", "--point_alpha=1,1e30,1"], ["point_alpha", "at most 1e+06"]),
+        (["--norm_type=dyt", "--point_alpha=1,1e30,1"], ["point_alpha", "at most 1000000"]),
+        (["--optimizer=muon", "--parallel=fsdp"], ["optimizer=muon", "parallel=ddp"]),
         (["--device=cuda"] if not torch.cuda.is_available() else ["--device=mps"], ["device"]),
     ],
 )
@@ -72,20 +72,10 @@ def test_bad_settings_exit_2(complaint, words, parts):
     assert all(part in line for part in parts), line
 
 
-def test_import_in_config_is_refused(complaint, tmp_path):
-    (tmp_path / "bad.py").write_text("n_layer = 2\nimport os\n")
-    line = complaint(tmp_path / "bad.py", code=2)
-    assert f"{tmp_path / 'bad.py'}:2" in line and "Import" in line
-
-
 def test_missing_data(complaint, tmp_path):
     assert "no train shards" in complaint(f"--data_dir={tmp_path / 'nowhere'}", code=1)
+    assert "block_size=20000 needs 20001 tokens" in complaint("--block_size=20000", code=1)
     assert "python data/fineweb_edu/prepare.py" in complaint("--data_dir=data/fineweb_edu", code=1)
-
-
-def damage(folder, change) -> None:
-    path = folder / "tiny_train_000000.bin"
-    path.write_bytes(change(path.read_bytes()))
 
 
 @pytest.mark.parametrize(
@@ -103,45 +93,10 @@ def damage(folder, change) -> None:
 )
 def test_corrupt_shard(complaint, tmp_path, change, part):
     folder = write_tiny_shards(tmp_path / "data")
-    damage(folder, change)
+    path = folder / "tiny_train_000000.bin"
+    path.write_bytes(change(path.read_bytes()))
     line = complaint(f"--data_dir={folder}", code=1)
     assert part in line and "tiny_train_000000.bin" in line
-
-
-def test_block_size_beyond_the_shard(complaint, tmp_path):
-    folder = write_tiny_shards(tmp_path / "data", train=100, val=100)
-    assert "block_size=128" in complaint(f"--data_dir={folder}", "--block_size=128", code=1)
-
-
-def test_torn_checkpoint_falls_back_to_the_other_and_says_so(
-    complaint, train_ok, tiny_data, tmp_path
-):
-    run = tmp_path / "run"
-    words = (*TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={run}")
-    train_ok(*words)
-    whole = losses(run)
-    last = (run / "ckpt_last.pt").read_bytes()
-    (run / "ckpt_last.pt").write_bytes(last[: len(last) // 2])
-    text = train_ok(*words).text()
-    assert "ckpt_last.pt: torn" in text and "ckpt_best.pt" in text and losses(run) == whole
-    for name in ("ckpt_last.pt", "ckpt_best.pt"):
-        (run / name).write_bytes(b"no checkpoint")
-    log = (run / "log.jsonl").read_bytes()
-    line = complaint("--eval_interval=20", code=1)
-    assert "ckpt_last.pt" in line and "ckpt_best.pt" in line
-    assert (run / "log.jsonl").read_bytes() == log  # nothing was lost
-
-
-def test_checkpoint_of_another_shape_and_never_overwriting(
-    complaint, train_ok, tiny_data, tmp_path
-):
-    train_ok(*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
-    assert "n_embd 32 -> 64" in complaint("--n_embd=64", code=2)
-    line = complaint("--n_embd=64", "--max_iters=60", code=1)
-    assert "n_embd=32" in line and "64" in line
-    assert "norm_type='layer'" in complaint("--norm_type=rms", "--max_iters=60", code=1)
-    assert "holds a run" in complaint("--resume=never", code=1)
-    assert "no such checkpoint" in complaint("--resume=nowhere.pt", code=1, out="other")
 
 
 @pytest.mark.parametrize("key", ["out_dir", "data_dir", "init_from", "resume"])
@@ -181,60 +136,24 @@ def test_a_machine_without_a_compiler(tmp_path):
 @pytest.mark.parametrize(
     ("error", "start"),
     [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-            "the memory is too small (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00",
-        ),
-        (
-            RuntimeError(
-                "CppCompileError: C++ compile error\na.cpp:7:10: fatal error: Python.h: "
-                "No such file"
-            ),
-            "torch.compile and Triton need",
-        ),
-        (
-            subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]),
-            "torch.compile and Triton need",
-        ),
-        (
-            RuntimeError("Failed to find C compiler. Please specify via CC"),
-            "torch.compile and Triton need",
-        ),
-        (
-            RuntimeError(
-                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-            ),
-            "the memory is too small",
-        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), "the memory is too small (OutOfMemoryError"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "the memory is too small"),
         (MemoryError(), "the memory is too small"),
+        (RuntimeError("CppCompileError\na.cpp:7: fatal error: Python.h: No"), "torch.compile and"),
+        (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), "torch.compile and"),
+        (RuntimeError("Failed to find C compiler. Please specify via CC"), "torch.compile and"),
         (OSError(errno.ENOSPC, "No space left", "out/x"), "out/x: No space left: "),
         (ModuleNotFoundError(name="peft"), "this needs a package: pip install peft"),
-    ],
-)
-def test_what_the_machine_lacks(error, start, capsys):
-    def fail(argv):
-        raise error
-
-    with pytest.raises(SystemExit, match="1"):
-        run_program(fail)
-    assert capsys.readouterr().err.startswith(f"error: {start}")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("a mistake"),
-        subprocess.CalledProcessError(1, ["git", "log"]),
-        RuntimeError("CppCompileError: a.cpp:7:10: error: expected ';'"),
+        # a fault of ours
+        (RuntimeError("a mistake"), None),
+        (subprocess.CalledProcessError(1, ["git", "log"]), None),
+        (RuntimeError("CppCompileError: a.cpp:7:10: error: expected ';'"), None),
     ],
     ids=repr,
 )
-def test_an_error_of_ours_keeps_its_traceback(error):
-    def fail(argv):
-        raise error
-
-    with pytest.raises(type(error)):
-        run_program(fail)
+def test_what_the_machine_lacks(error, start):
+    remedy = missing_on_this_machine(error)
+    assert remedy is None if start is None else remedy.startswith(start)
 
 
 def test_ctrl_c_later(capsys):

@@ -3,50 +3,25 @@
 python -m pytest tests/common/test_output.py
 """
 
-import contextlib
 import errno
 import json
 import os
 import re
-import resource
-import warnings
+from unittest import mock
 
 import pytest
-import torch
 from helpers import ROOT, TINY
 
 import distill
 import hellaswag
 import report
 from bench import fold as bench_fold
-from common.errors import CheckpointError, HFError, UserError
-from common.output import append_json, whole_folder, write_bytes_atomically, write_results
+from common.errors import UserError
+from common.output import whole_folder, write_bytes_atomically, write_results
 from evals import lm_eval_model
-from hf.weights import export_hf
-from model import GPT, GPTConfig
 from posthoc import rms_stats
 from training.checkpoint import save_checkpoint
 from training.log import RunLog
-
-
-def test_a_record_that_was_cut_off_costs_itself_alone(tmp_path):
-    """A kill in the middle of a line: the next record begins a line of its own."""
-    path = tmp_path / "records.jsonl"
-    append_json(path, {"a": 1})
-    append_json(path, {"a": 2})
-    path.write_bytes(path.read_bytes()[:-3])
-    append_json(path, {"a": 3})
-    assert path.read_text() == '{"a": 1}\n{"a": \n{"a": 3}\n'
-
-
-def test_two_processes_do_not_write_one_folder(tmp_path):
-    out = tmp_path / "out"
-    (tmp_path / "out.tmp").mkdir()  # somebody's own folder
-    with whole_folder(out) as folder:
-        (folder / "file").touch()
-        with pytest.raises(OSError, match="busy"), whole_folder(out):
-            pass
-    assert (out / "file").exists() and (tmp_path / "out.tmp").exists()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
@@ -82,7 +57,6 @@ WRITERS = {
         '{"spec": "x", "blocks": []}',
     ),
     "bench/fold": (bench_fold.main, ["nowhere", "--out="], '{"spec": "x", "folded": 1}'),
-    "report": (report.main, [str(ROOT / RUN), "--plot="], "\x89PNG"),
 }
 
 
@@ -102,13 +76,10 @@ def test_a_file_that_the_user_names_is_kept_unless_it_is_the_programs_own(progra
         with pytest.raises(UserError, match=re.escape(str(path))):
             main(command)
         assert path.read_bytes() == content
-    path.write_bytes(own.encode("latin-1"))
-    if program == "report":
+    path.write_text(own)
+    # It goes on, to the next thing that is wrong.
+    with pytest.raises(UserError, match=r"nowhere|a: cannot be read"):
         main(command)
-        assert path.stat().st_size > 1000
-    else:  # goes on, to the next thing that is wrong
-        with pytest.raises(UserError, match=r"nowhere|a: cannot be read"):
-            main(command)
 
 
 def test_pages_and_tables_of_somebody_else_are_kept(tmp_path):
@@ -141,54 +112,18 @@ def test_a_run_does_not_write_over_the_model_that_it_starts_from(tmp_path, launc
     assert (model / "config.json").read_text() == '{\n "model_type": "gpt2"\n}\n'
 
 
-@contextlib.contextmanager
-def no_room(size: int):
-    """No file grows beyond `size` bytes, as if the disk were full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_checkpoint_on_a_full_disk_leaves_the_old_one(tmp_path):
-    path = tmp_path / "ckpt_last.pt"
-    save_checkpoint(path, {"model": {"weight": torch.ones(2)}})
-    before = path.read_bytes()
-    with (
-        no_room(10_000),
-        pytest.raises(CheckpointError, match=r"last\.pt: cannot be written"),
-    ):
-        save_checkpoint(path, {"model": {"weight": torch.ones(100_000)}})
-    assert path.read_bytes() == before and os.listdir(tmp_path) == ["ckpt_last.pt"]
-
-
-def test_a_log_on_a_full_disk_is_one_line(tmp_path):
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
     log = RunLog(tmp_path, 10, active=True)
     log.open({}, None, {}, [])
-    with (
-        no_room((tmp_path / "log.jsonl").stat().st_size + 3),
-        pytest.raises(UserError, match=r"log\.jsonl: cannot be written .*make room"),
-    ):
+    refused = OSError(errno.EIO, "Input/output error")
+    told = r"log\.jsonl: cannot be written .*checkpoint is untouched"
+    with mock.patch("os.fsync", side_effect=refused), pytest.raises(UserError, match=told):
+        log.sync()
+    log.file = mock.Mock(write=mock.Mock(side_effect=refused))
+    with pytest.raises(UserError, match=told):
         log.event("step", step=1, loss=2.0)
     log.event("step", step=2, loss=2.0)  # closed: nothing is tried again
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) <= 2
-
-
-def test_a_log_that_the_disk_does_not_confirm_is_one_line(tmp_path, monkeypatch):
-    log = RunLog(tmp_path, 10, active=True)
-    log.open({}, None, {}, [])
-
-    def refuse(_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(UserError, match=r"log\.jsonl: cannot be written .*checkpoint is untouched"):
-        log.sync()
-    with pytest.raises(UserError, match=r"log\.jsonl: cannot be written"):
-        RunLog(tmp_path, 10, active=True).open({}, 0, {}, [])
-    assert os.listdir(tmp_path) == ["log.jsonl"]
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
 
 
 def test_what_follows_the_last_step_is_logged_once(tmp_path):
@@ -214,15 +149,6 @@ def test_a_folder_gets_its_name_when_it_is_whole(tmp_path):
     assert os.listdir(out.parent) == []
     with whole_folder(out) as folder:
         (folder / "file").touch()
+        with pytest.raises(OSError, match="busy"), whole_folder(out):
+            pass
     assert os.listdir(out.parent) == ["out"] and os.listdir(out) == ["file"]
-
-
-def test_an_export_on_a_full_disk_leaves_nothing(tmp_path):
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=64, norm_type="layer"))
-    with no_room(20_000), pytest.raises(HFError, match=r"hf: cannot be written"):
-        export_hf(model, tmp_path / "hf")
-    assert os.listdir(tmp_path) == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        export_hf(model, tmp_path / "hf")
-    assert os.listdir(tmp_path) == ["hf"]

@@ -7,18 +7,15 @@ A damaged file ends in one line that names the entry.
 
 import copy
 import math
-import os
-import pickle
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from helpers import TINY, contents, same, write_items
+from helpers import TINY, contents, same
 
-import hellaswag
-import sample
 import train
 from common.errors import CheckpointError, UserError
 from load import load_model
@@ -77,30 +74,24 @@ def test_round_trip(state, tmp_path):
     assert same(moments_of(parameters, optimizer), state["optimizer"])
 
 
-@pytest.mark.parametrize("moment", ["write", "replace"])
+@pytest.mark.parametrize("place", ["torch.save", "os.replace"])
 @pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), RuntimeError("boom"), KeyboardInterrupt()]
+    ("error", "raised"),
+    [
+        (OSError(28, "No space left on device"), (CheckpointError, "last.pt.*No space left")),
+        # as torch says it
+        (RuntimeError("[enforce fail at inline_container.cc]"), (CheckpointError, "may be full")),
+        (RuntimeError("boom"), (RuntimeError, "boom")),
+        (KeyboardInterrupt(), (KeyboardInterrupt, "^$")),
+    ],
+    ids=repr,
 )
-def test_a_crash_while_saving_leaves_the_old_file(state, tmp_path, monkeypatch, moment, error):
+def test_a_crash_while_saving_leaves_the_old_file(state, tmp_path, place, error, raised):
     path = tmp_path / LAST
     save_checkpoint(path, state)
-    old, save = path.read_bytes(), torch.save
-
-    def fail(*words):
-        if moment == "write":
-            save(*words)
-            words[1].truncate(len(old) // 2)
-        raise error
-
-    place, name = (torch, "save") if moment == "write" else (os, "replace")
-    is_refused = isinstance(error, OSError)
-    with monkeypatch.context() as patch:
-        patch.setattr(place, name, fail)
-        with pytest.raises(CheckpointError if is_refused else type(error)) as caught:
-            save_checkpoint(path, state | {"step": 8})
-    if is_refused:
-        assert str(path) in str(caught.value) and "No space left" in str(caught.value)
-        assert list(tmp_path.iterdir()) == [path]
+    old = path.read_bytes()
+    with mock.patch(place, side_effect=error), pytest.raises(raised[0], match=raised[1]):
+        save_checkpoint(path, state | {"step": 8})
     assert path.read_bytes() == old
     save_checkpoint(path, state | {"step": 9})  # and what is left of it is not in the way
     assert read_checkpoint(path)["step"] == 9 and list(tmp_path.iterdir()) == [path]
@@ -150,34 +141,25 @@ def test_a_foreign_pickle_is_never_executed(state, tmp_path):
     torch.save(malicious, path, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=LAST):
         read_checkpoint(path)
-    path.write_bytes(pickle.dumps(Malice(mark)))
-    with pytest.raises(CheckpointError, match=LAST):
-        load_model(str(path))
     assert not mark.exists()
-    pickle.loads(path.read_bytes())
+    torch.load(path, weights_only=False)
     assert mark.exists()  # so it was malicious
 
 
-def nonsense(content: bytes, path: Path) -> None:
-    """An archive whose checksums are right, and whose unpickler fails in ways of its own."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, part in (("data.pkl", content), ("version", b"3\n"), ("byteorder", b"little")):
-            archive.writestr(f"archive/{name}", part)
-
-
 @pytest.mark.parametrize(
-    ("write", "content"),
+    "content",
     [
-        *((lambda content, path: path.write_bytes(content), text) for text in
-          (b"", b"hello\n" * 100, b"PK\x05\x06" + 18 * b"\0")),
-        *((nonsense, text) for text in
-          (b"", b".", b"0.", b"h\x05.", b"}s.", b"\x80\x02\x8c\xff", b"X\xff\xff")),
-        *((torch.save, state) for state in
-          ([1, 2], {"wte.weight": torch.ones(2)}, {"model": {}, "config": {}})),
+        b"",
+        b"hello\n" * 100,
+        b"PK\x05\x06" + 18 * b"\0",
+        [1, 2],
+        {"wte.weight": torch.ones(2)},
+        {"model": {}, "config": {}},
     ],
-)  # fmt: skip
-def test_not_a_checkpoint_at_all(write, content, tmp_path):
-    write(content, tmp_path / LAST)
+)
+def test_not_a_checkpoint_at_all(content, tmp_path):
+    write = Path.write_bytes if isinstance(content, bytes) else lambda to, it: torch.save(it, to)
+    write(tmp_path / LAST, content)
     with pytest.raises(CheckpointError, match=r"not a.* checkpoint"):
         read_checkpoint(tmp_path / LAST)
 
@@ -216,18 +198,8 @@ def entry(name: str) -> str:
         (("step",), -3, entry("step")),
         (("model",), [1], entry("model")),
         (("model", WEIGHT), "x", entry("model")),
-        (("model", WEIGHT), lambda weight: weight.to_sparse(), entry("model")),
-        (("model", WEIGHT), lambda weight: torch.zeros(1).expand(1 << 40), entry("model")),
-        (
-            ("model", WEIGHT),
-            lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
-            entry("model"),
-        ),
-        (("model", WEIGHT), lambda weight: weight.to("meta"), entry("model")),
         (("optimizer",), [], entry("optimizer")),
         (("best_val_loss",), math.nan, entry("best_val_loss")),
-        (("meta",), [1], entry("meta")),
-        (("provenance",), ["no place"], entry("provenance")),
         (("model", WEIGHT), lambda weight: weight * math.nan, f"{WEIGHT} is not finite"),
         (
             ("optimizer", WEIGHT, "exp_avg"),
@@ -251,21 +223,16 @@ def test_a_damaged_entry_is_named(state, tmp_path, place, value, part):
 @pytest.mark.parametrize(
     ("place", "value", "part"),
     [
-        (("config", "n_layer"), 1 << 30, "its config asks for 1073741824"),
-        (("config", "n_layer"), 2000, "it holds 2 blocks"),
-        (("config", "n_embd"), 1 << 19, "its config asks for"),
-        (("config", "vocab_size"), 1 << 24, "its config asks for"),
-        (("config",), {}, "its config asks for"),
+        (("config", "n_layer"), 1 << 30, "GB of memory"),
+        (("config", "n_layer"), 3, "blocks.2.attn.proj.bias is missing"),
+        (("config", "vocab_size"), 128, "wte.weight is (64, 32) there, (128, 32) here"),
         (("config", "n_layer"), "2", "n_layer must be int"),
         # A table of positions that this machine cannot hold
         (("config",), lambda config: config | {"position": "rope", "block_size": 1 << 34}, "GB"),
-        (("config", "norm_type"), ["rms"], "its config is damaged"),
         (("config", "norm_plan"), "R" * 100_000, "need 5 letters"),
         (("config", "norm_eps"), math.nan, "norm_eps must be float"),
         (("model", WEIGHT), MISSING, f"{WEIGHT} is missing"),
         (("model", WEIGHT), lambda weight: weight[:3], f"{WEIGHT} is (3, 32) there, (96, 32)"),
-        (("model", WEIGHT), lambda weight: weight.long(), f"{WEIGHT} is torch.int64"),
-        (("model", WEIGHT), lambda weight: weight + 0j, f"{WEIGHT} is torch.complex64"),
         (("model", "extra"), torch.ones(3), "extra is not part of this model"),
     ],
 )
@@ -287,7 +254,6 @@ def test_config_and_weights_that_do_not_fit(state, tmp_path, place, value, part)
         (("optimizer", WEIGHT, "exp_avg"), MISSING, "the state of its optimizer"),
         (("format",), 1, "the state of its optimizer"),
         (("scaler",), MISSING, "holds weights only"),
-        (("config", "dtype"), [1], "its config is damaged"),
     ],
 )
 def test_nothing_is_lost_in_a_resume(state, tmp_path, tiny_data, place, value, part):
@@ -299,16 +265,6 @@ def test_nothing_is_lost_in_a_resume(state, tmp_path, tiny_data, place, value, p
     with pytest.raises(CheckpointError, match=part):
         train.main([*WORDS, "--max_iters=4", f"--data_dir={tiny_data}", f"--out_dir={run}"])
     assert contents(run) == before
-
-
-@pytest.mark.parametrize("program", [sample, hellaswag])
-def test_a_tokenizer_of_another_model(state, tmp_path, program):
-    path = tmp_path / LAST
-    torch.save(damaged(state, ("meta",), {"tokenizer": "bytes"}), path)
-    items = write_items(tmp_path / "items.jsonl", 2)
-    words = [f"--data={items}"] if program is hellaswag else ["--prompt=a"]
-    with pytest.raises(UserError, match="the model has 60 tokens, its tokenizer 257"):
-        program.main([str(path), *words, "--device=cpu"])
 
 
 def test_weights_that_became_infinite_are_not_saved(launch, tiny_data, tmp_path):

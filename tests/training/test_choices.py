@@ -3,15 +3,11 @@
 python -m pytest tests/training/test_choices.py
 """
 
-import dataclasses
-from pathlib import Path
-
 import pytest
 import torch
 from helpers import ROOT, TINY, losses, records, same_weights
 
-from common.errors import CheckpointError, ConfigError
-from common.old_keys import AUTO
+from common.old_keys import AUTO, chosen_then
 from configurator import parse_args
 from norm_types import NORM_TYPES
 from train import TrainConfig
@@ -64,40 +60,13 @@ def test_what_a_cpu_gains_from(processor, keys, expected, monkeypatch):
 def test_a_gpu_and_studies():
     chosen = choices.choose(config(**{MERGED: 4}), CUDA)
     assert chosen == {"dtype": "bfloat16", "compile": True, "merge_micro_batches": 1}
+    # What older runs took, whose logs say auto or have no such key
+    assert chosen_then({"dtype": "auto"}, "NVIDIA H200") == {"jobs": 1, **chosen}
     for study in ("table1_cpu", "mygpt", "posthoc_teacher"):
         pinned, _ = parse_args(TrainConfig, [str(ROOT / "config" / f"{study}.py")], "")
         assert choices.choose(pinned, CPU) == {}
     for norm_type in NORM_TYPES:
         assert choices.choose(config(norm_type=norm_type), CUDA) == chosen
-
-
-def test_an_older_run_goes_on_as_it_was():
-    """Where its config says auto, or has no such key."""
-    then = dataclasses.asdict(config())
-    del then["merge_micro_batches"]
-    on_cpu = {"dtype": "float32", "compile": False, "merge_micro_batches": 1}
-    on_gpu = {"dtype": "bfloat16", "compile": True, "merge_micro_batches": 1}
-    for device, before in (("cpu (some processor)", on_cpu), ("NVIDIA H200", on_gpu)):
-        assert choices.keep(config(), then, device, Path()) == before
-    then |= {"dtype": "bfloat16", "merge_micro_batches": 4}
-    kept = choices.keep(config(compile=True), then, "cpu", Path())
-    assert kept == {"dtype": "bfloat16", "merge_micro_batches": 4}
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("dtype", ["float32"]), ("compile", "yes"), ("merge_micro_batches", -3)],
-)
-def test_a_damaged_config_in_a_checkpoint_is_named(key, value):
-    then = dataclasses.asdict(config()) | {key: value}
-    with pytest.raises(CheckpointError, match=r"there\.pt: .*damaged"):
-        choices.keep(config(), then, "cpu", Path("there.pt"))
-
-
-def test_what_is_merged_divides_the_micro_batches_of_a_step():
-    assert config(merge_micro_batches=3, **{MERGED: 6}).merge_micro_batches == 3
-    with pytest.raises(ConfigError, match="merge_micro_batches=4 does not divide"):
-        config(merge_micro_batches=4, **{MERGED: 6})
 
 
 def words(tiny_data, out, *more: str) -> list[str]:

@@ -176,21 +176,6 @@ def test_compiled(launch, tiny_data, tmp_path):
     assert apart(val_losses(tmp_path / "True"), val_losses(tmp_path / "False")) <= 1e-6
 
 
-def test_nan_in_one_share_is_named(launch, tiny_data, tmp_path):
-    fault = {"rank": 1, "step": 3, "name": "blocks.1.mlp.up.weight", "value": float("nan")}
-    job = launch(
-        *FSDP,
-        "--checkpoint_interval=2",
-        f"--data_dir={tiny_data}",
-        f"--out_dir={tmp_path}",
-        ranks=2,
-        patch=("bad_share", fault),
-    )
-    assert set(job.wait()) == {1}
-    assert "step 3: the gradient of blocks.1.mlp.up.weight is not finite" in job.text()
-    assert read_checkpoint(tmp_path / LAST)["step"] == 2
-
-
 def test_float16_skips_a_step_on_all_ranks(train_ok, tiny_data, tmp_path):
     """An infinite gradient in one rank's share, under the loss scale: the step is left out as under
     DDP.
