@@ -50,7 +50,7 @@ from configurator import key, parse_args
 from decode import peers, report
 from decode.arms import AUTO, DecodeArm, arms_of, check_arm, find_arms, packed_arm
 from decode.last_token import bench_last_token
-from decode.ledger import floor_bytes, launches, make_ledger, per_block, shape_on_meta
+from decode.ledger import floor_bytes, launches, make_ledger, per_block
 from decode.pack import LIBRARY_FROM
 from decode.step import Decoder, can_overlap
 from decode.timing import time_arms
@@ -76,7 +76,7 @@ class DecodeBenchConfig:
         "sequences decoded at once; several sizes, separated by commas",
         least=1,
     )
-    prompt: str = key("Who was Alan Turing?", "prompt, the same for every sequence")
+    prompt_tokens: int = key(5, "length of the prompt, whose ids are arbitrary", least=1)
     tokens: int = key(128, "tokens to decode", least=2)
     rounds: int = key(40, "rounds; in each, every arm decodes once", least=6)
     coupled_first: int = key(
@@ -145,17 +145,6 @@ class DecodeBenchConfig:
         sizes = self.batch if isinstance(self.batch, tuple) else (self.batch,)
         return [int(size) for size in sizes]
 
-    @property
-    def norm_keys(self) -> dict[str, dict[str, Any]]:
-        """Norm type -> its keys, where an arm puts it on a model of another type."""
-        return {
-            "coupled": {
-                "coupled_first": self.coupled_first,
-                "coupled_span": self.coupled_span,
-                "coupled_alpha": self.coupled_alpha,
-            }
-        }
-
     def variants(
         self, arm: DecodeArm, level: str, device: torch.device
     ) -> list[tuple[str, bool, bool]]:
@@ -169,42 +158,26 @@ class DecodeBenchConfig:
         return [(arm.name, compiled, can_be_tuned and self.tuning == "on")]
 
 
-def load(config: DecodeBenchConfig, spec: str, device: torch.device) -> GPT:
-    """Return the model in the type of config on `device`; random weights are drawn there."""
+def load(spec: str, device: torch.device, dtype: torch.dtype) -> GPT:
+    """Return the model on `device`; random weights are drawn there, on "meta" none are."""
     with torch.device(device if spec.startswith("random:") else "cpu"):
         model = load_model(spec)
-    return model.to(device, find_dtype(config.dtype, device))
+    return model.to(device, dtype)
 
 
-def prompt_ids(config: DecodeBenchConfig, model: GPT, device: torch.device) -> tuple[Tensor, str]:
-    """Return ((1, T) token ids of the prompt, where they come from).
-
-    A shape without a tokenizer gets arbitrary ids.
-    """
-    from data.tokenizers import tokenizer_of
-
-    try:
-        ids = tokenizer_of(model).encode_ordinary(config.prompt)
-        origin = "the prompt's tokens"
-    except (UserError, KeyError):
-        ids = [(7919 * (i + 1)) % model.n_vocab for i in range(5)]
-        origin = "arbitrary ids: no tokenizer"
-    if not 0 < len(ids) <= model.config.block_size - config.tokens:
-        room = model.config.block_size
+def prompt_of(config: DecodeBenchConfig, model: GPT) -> Tensor:
+    """Return token ids (1, T) of a prompt. They are arbitrary: no time depends on them."""
+    room = model.config.block_size
+    if config.prompt_tokens + config.tokens > room:
         raise ConfigError(
-            f"a prompt of {len(ids)} tokens and tokens={config.tokens} do not fit block_size={room}"
+            f"prompt_tokens={config.prompt_tokens} and tokens={config.tokens} do not fit "
+            f"block_size={room}"
         )
-    return torch.tensor([ids], device=device), origin
+    ids = 7919 * torch.arange(1, config.prompt_tokens + 1) % model.n_vocab
+    return ids[None].to(model.wte.weight.device)
 
 
 # ------------------------------------------------------------------------------------------- timing
-
-
-def decode_tokens(decoder: Decoder, filled: int, steps: int) -> None:
-    """Decode `steps` tokens after a prompt of `filled` that is in the cache already."""
-    decoder.rewind(filled)
-    for _ in range(steps):
-        decoder.step()
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -239,11 +212,8 @@ def prepare(
     length = filled + config.tokens - 1
     decoders: dict[str, Decoder] = {}
     rows: dict[str, dict[str, Any]] = {}
-    floor = 0
     for arm in arms_of(config.arms, model):
-        changed, packed = packed_arm(
-            model, arm, batch, prompt, config.norm_keys, config.library_from
-        )
+        changed, packed = packed_arm(config, model, arm, batch, prompt)
         counted = per_block(launches(packed, batch, length)[1:])
         floor = floor_bytes(packed, batch, filled + config.tokens // 2)
         for name, compiled, tuned in config.variants(arm, packed.level, device):
@@ -274,19 +244,15 @@ def measure(
     if config.compiled:
         # else peers would be compiled for sizes of all kinds from the second batch size on
         torch.compiler.reset()
-    prompt, origin = prompt_ids(config, model, device)
+    prompt = prompt_of(config, model)
     idx = prompt.expand(batch, -1).contiguous()  # (B, T)
     filled = idx.shape[1]
     steps = config.tokens - 1
 
     # 1. what is timed: our arms, then the peers
     decoders, rows, floor = prepare(config, model, prompt, batch, missing)
-    calls = {
-        name: partial(decode_tokens, decoder, filled, steps) for name, decoder in decoders.items()
-    }
-    of_peers, rows_of_peers = peers.calls_of(config, spec, model, idx, missing)
-    calls |= of_peers
-    rows |= rows_of_peers
+    calls = {name: partial(decoder.go_on, filled, steps) for name, decoder in decoders.items()}
+    calls |= peers.calls_of(config, spec, model, idx, missing)
 
     # 2. decoding, in paired rounds
     for call in calls.values():  # warm-up: memory, clocks
@@ -312,8 +278,6 @@ def measure(
         "model": spec,
         "batch": batch,
         "prompt_tokens": filled,
-        "prompt": config.prompt,
-        "prompt_ids": origin,
         "tokens": config.tokens,
         "rounds": rounds,
         "dtype": str(model.wte.weight.dtype).removeprefix("torch."),
@@ -346,7 +310,7 @@ def speed_ups(
 ) -> dict[str, dict[str, float]]:
     """Compute the speed-ups: "X/Y" is the time of Y over the time of X, for the pairs of interest.
 
-    An arm with two variants counts with the faster one. What tuning gains is "X_tuned/X".
+    An arm with two variants counts with the faster one.
 
     Args:
         times: by name of the variant, seconds of each round.
@@ -371,12 +335,7 @@ def speed_ups(
         y_variant = faster.get(y, y)
         if x_variant in times and y_variant in times:
             ratios[f"{x}/{y}"] = median_ratio(times[y_variant], times[x_variant])
-    # these are of the variants themselves
     ratios[f"{CONTROL}/{copied}"] = median_ratio(times[copied], times[CONTROL])
-    for name in faster:
-        tuned = name + TUNED
-        if name in times and tuned in times:
-            ratios[f"{tuned}/{name}"] = median_ratio(times[name], times[tuned])
     return ratios
 
 
@@ -385,13 +344,8 @@ def speed_ups(
 
 def run_ledger(config: DecodeBenchConfig, spec: str) -> list[dict[str, Any]]:
     """Print the ledger of each batch size, and return them."""
-    dtype = find_dtype(config.dtype, torch.device("cuda"))
-    model = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype)
-    if config.context > model.config.block_size:
-        raise ConfigError(
-            f"context={config.context}: {spec} reads {model.config.block_size} tokens at most: "
-            "lower it"
-        )
+    # A count needs no weights, so the model has no memory.
+    model = load(spec, torch.device("meta"), find_dtype(config.dtype, torch.device("cuda")))
     found = [make_ledger(config, spec, model, batch) for batch in config.batches]
     print(report.ledgers(found))
     if config.out:
@@ -412,11 +366,14 @@ def main(argv: list[str]) -> None:
     if config.last_token:
         print(json.dumps(bench_last_token(config, device, place)))
         return
-    if config.gpt_fast:
-        peers.load(config.gpt_fast)  # refuses a wrong folder before minutes of compiling
-    model = load(config, spec, device)
+    if config.gpt_fast and not (Path(config.gpt_fast) / "generate.py").is_file():
+        raise ConfigError(
+            f"gpt_fast={config.gpt_fast}: there is no generate.py: give the folder of a gpt-fast "
+            "checkout"
+        )
+    model = load(spec, device, find_dtype(config.dtype, device))
     if config.trace:
-        prompt, _ = prompt_ids(config, model, device)
+        prompt = prompt_of(config, model)
         traces = [trace_arms(config, spec, model, prompt, batch) for batch in config.batches]
         print(json.dumps({"batches": traces}))
         return

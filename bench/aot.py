@@ -45,7 +45,6 @@ from common.errors import ConfigError, UserError, run_program
 from common.output import markdown
 from configurator import key, parse_args
 from decode.arms import is_plain_pre_norm, with_norms
-from decode.ledger import shape_on_meta
 from decode.pack import LEVELS, pack
 from decode.step import Decoder
 from hf.config import SHAPES
@@ -53,6 +52,7 @@ from kernels import binding
 from kernels.decode.overlap import overlapping
 from kernels.decode.triton_launches import FUSED
 from kernels.reference import GATED, KINDS, Inputs
+from load import load_model
 from norm_types import SHARED
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -313,7 +313,8 @@ def steps(name: str, batch: int) -> list[Launch]:
     statistic for the whole model; at every level of fusion, and with a short and a long cache. One
     block normalises its values too, if it does so with its keys.
     """
-    model = shape_on_meta(f"random:{name}", torch.bfloat16)
+    with torch.device("meta"):
+        model = load_model(f"random:{name}").bfloat16()
     models = [model]
     if is_plain_pre_norm(model):
         models.append(with_norms(model, "coupled"))

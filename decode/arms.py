@@ -40,6 +40,8 @@ OWN = ""
 AUTO = "auto"  # instead of names of arms
 # The norms that the arms A to M can replace by others.
 PRE_NORMS = set("RLsTI")
+# of the bench, for the arms that couple
+COUPLED_KEYS = ("coupled_first", "coupled_span", "coupled_alpha")
 
 
 @dataclass(frozen=True)
@@ -69,20 +71,17 @@ ARMS = {
 
 
 def find_arms(names: str) -> list[DecodeArm]:
-    """Return the arms with these letters or names, separated by commas, each once.
+    """Return the arms with these letters or names, separated by commas.
 
     Raises:
         ConfigError: there is no arm of one of the names.
     """
     by_name = ARMS | {arm.name: arm for arm in ARMS.values()}
-    found: dict[str, DecodeArm] = {}
     for name in names.split(","):
         if name not in by_name:
             known = ", ".join(f"{arm.letter} {arm.name}" for arm in ARMS.values())
             raise ConfigError(f"arms: {name!r} is none of {known}")
-        arm = by_name[name]
-        found[arm.letter] = arm
-    return list(found.values())
+    return [by_name[name] for name in names.split(",")]
 
 
 def arms_of(names: str, model: GPT) -> list[DecodeArm]:
@@ -147,24 +146,20 @@ def with_norms(model: GPT, norm_type: str, calibration: Tensor | None = None, **
 
 
 def packed_arm(
-    model: GPT,
-    arm: DecodeArm,
-    batch: int,
-    idx: Tensor,
-    keys: dict[str, dict[str, Any]],
-    library_from: int,
+    config: Any, model: GPT, arm: DecodeArm, batch: int, idx: Tensor
 ) -> tuple[GPT, PackedGPT]:
     """Return (`model` under the arm's norms, the same packed for `batch` sequences).
 
     Args:
+        config: a DecodeBenchConfig; library_from and the keys of coupled are used.
         idx: token ids (B, T), the calibration of `with_norms`.
-        keys: norm type -> its keys.
-        library_from: see decode.pack.level_at.
     """
     changed = model
     if arm.norm_type != OWN:
-        changed = with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {}))
-    return changed, pack(changed, level_at(arm.level, batch, library_from))
+        used = COUPLED_KEYS if arm.norm_type == "coupled" else ()
+        keys = {name: getattr(config, name) for name in used}
+        changed = with_norms(model, arm.norm_type, idx, **keys)
+    return changed, pack(changed, level_at(arm.level, batch, config.library_from))
 
 
 def replaced(old: Place, plan: NormPlan, position: int, device: torch.device) -> Place:

@@ -4,8 +4,7 @@ A step calls one function per launch (kernels/decode/reference.py). Here it runs
 tensors without memory, under a TorchDispatchMode, which sees every operation of PyTorch:
 
 - The operations inside one launch function are one launch; none, if nothing is computed there, as
-  in a norm position without a norm. Two matrix products in a launch function are refused, because
-  no launch could do that.
+  in a norm position without a norm.
 - A norm with matrix products (GatedNorm) is a launch for each of them, and one for what it computes
   before, between and after them.
 - Any other operation that computes is a launch of its own.
@@ -18,7 +17,7 @@ block are a mean over all of them.
 The bytes are the same for all arms and norms but GatedNorm, which has matrices of its own: every
 matrix once, and the keys and values up to the context. This is a model, not a measurement: its
 first term is a lower bound, and it has neither the ramp-up of each kernel's loads nor the drain at
-its end. So figures that others have measured stand beside it (MEASURED), where there are any.
+its end. Figures that others have measured stand beside it in docs/decode.md.
 
 A norm counts as one launch, because it works on rows: in a compiled step it is one, and our kernels
 for RMSNorm and LayerNorm are. Where the norms of a fused step are called directly, on a GPU,
@@ -38,7 +37,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from decode.arms import arms_of, packed_arm
 from decode.pack import PackedGPT
 from decode.step import Decoder, decode_block, decode_logits
-from hf.config import shape_config
 from kernels.decode import reference as decode_reference
 from model import GPT
 
@@ -47,15 +45,6 @@ LAUNCHES = (
     *("matmul", "matmul_add", "activation", "project"),
 )
 PRODUCTS = {"mm", "addmm", "bmm"}  # operations of ATen
-# (model, batch) -> ms/token that others have published of a step in bfloat16
-MEASURED = {
-    ("random:llama3.2-1b", 1): {
-        "H200, CUDA graph and dependent launches": 0.795,
-        "H200, Hazy's megakernel": 0.760,
-        "H100, CUDA graph and dependent launches": 0.980,
-        "H100, Hazy's megakernel": 0.973,
-    }
-}
 FREE = {"empty", "empty_like", "detach", "_unsafe_view", "lift_fresh"}  # of ATen: no kernel runs
 
 
@@ -67,7 +56,6 @@ class LaunchLedger(TorchDispatchMode):
         self.launches: list[str] = []  # names, in order
         self.inside = ""  # name of the launch function that runs
         self.computed = False  # has it computed anything so far?
-        self.products = 0  # matrix products in it so far
         self.ops = SimpleNamespace(**{name: self.counted(name) for name in LAUNCHES})
 
     def counted(self, name: str) -> Callable:
@@ -78,7 +66,6 @@ class LaunchLedger(TorchDispatchMode):
         def launch(*args, **kwargs):
             self.inside = name
             self.computed = False
-            self.products = 0
             result = function(*args, **kwargs)
             self.inside = ""
             if self.computed:
@@ -92,20 +79,13 @@ class LaunchLedger(TorchDispatchMode):
         computes = not operation.is_view and name not in FREE
         if computes and not self.inside:
             self.launches.append(name)
-        is_product = name in PRODUCTS
-        if is_product and self.inside == "norm":
+        if name in PRODUCTS and self.inside == "norm":
             if self.computed:
                 self.launches.append("norm")
             self.launches.append(name)
             self.computed = False
         else:
             self.computed = self.computed or computes
-            self.products += is_product
-        # attention is a launch with two products: scores, and the sum of the values
-        if self.inside and self.products > 1 and "attend" not in self.inside:
-            raise RuntimeError(
-                f"{self.inside} holds {self.products} matrix products: no launch does that"
-            )
         return operation(*args, **(kwargs or {}))
 
 
@@ -173,17 +153,6 @@ def floor_bytes(packed: PackedGPT, batch: int, context: int) -> int:
     return matrix_bytes + cache_bytes
 
 
-def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
-    """Return the model of a `random:` spec without memory, as a count needs no weights.
-
-    None for any other spec.
-    """
-    if not spec.startswith("random:"):
-        return None
-    with torch.device("meta"):
-        return GPT(shape_config(spec.removeprefix("random:"))).to(dtype).eval()
-
-
 def make_ledger(config: Any, spec: str, model: GPT, batch: int) -> dict[str, Any]:
     """Return the ledger of the arms of a config, as a dict for JSON.
 
@@ -198,9 +167,8 @@ def make_ledger(config: Any, spec: str, model: GPT, batch: int) -> dict[str, Any
     idx = torch.zeros(1, 8, dtype=torch.int64, device=model.wte.weight.device)
     bandwidth = config.bandwidth or 4.3e12
     rows = {}
-    floor_ms = 0.0
     for arm in arms_of(config.arms, model):
-        _, packed = packed_arm(model, arm, batch, idx, config.norm_keys, config.library_from)
+        _, packed = packed_arm(config, model, arm, batch, idx)
         counts = launches(packed, batch, config.context)
         of_step = total(counts).total()
         floor_ms = 1e3 * floor_bytes(packed, batch, config.context) / bandwidth

@@ -1,6 +1,7 @@
 """Other programs as peers of our arms, with our weights.
 
-Hugging Face's generate runs with a dynamic cache in eager mode, and with a static cache, compiled.
+Hugging Face's generate runs with a dynamic cache in eager mode and, on a GPU, with a static cache,
+compiled.
 gpt-fast's Transformer, cache and loop run from a checkout of github.com/meta-pytorch/gpt-fast:
 
     python bench_decode.py random:llama3.2-1b --gpt_fast=../gpt-fast
@@ -25,7 +26,6 @@ from torch import Tensor
 
 from common.errors import HFError, UserError, failure_line
 from common.hub import import_transformers
-from decode.arms import tokens_in_common
 from decode.step import TUNED
 from hf import weights
 from hf.config import SHAPES, architecture
@@ -37,12 +37,10 @@ GPT_FAST = "gpt_fast"
 SAME_MODEL = 0.05  # a peer whose logits differ by more than this, relatively, is another model
 
 
-Calls = dict[str, Callable[[], None]]
+Calls = dict[str, Callable[[], None]]  # what is timed, by name
 
 
-def calls_of(
-    config: Any, spec: str, model: GPT, idx: Tensor, missing: list[str]
-) -> tuple[Calls, dict[str, dict[str, Any]]]:
+def calls_of(config: Any, spec: str, model: GPT, idx: Tensor, missing: list[str]) -> Calls:
     """Make the calls that are timed, of the peers that a config asks for.
 
     Args:
@@ -52,54 +50,34 @@ def calls_of(
         missing: the reason is appended for each peer that cannot run; it has no call.
 
     Returns:
-        (calls, rows of the record). generate reads the prompt too, so Hugging Face has two calls a
-        peer: NAME generates `tokens` tokens, `NAME prefill` a single one. The difference of their
-        times is decoding. gpt-fast's decodes tokens - 1 tokens, its prefill is done.
-
-    Raises:
-        UserError: `gpt_fast` is no checkout of gpt-fast.
+        The calls. generate reads the prompt too, so Hugging Face has two calls a peer: NAME
+        generates `tokens` tokens, `NAME prefill` a single one. The difference of their times is
+        decoding. gpt-fast's decodes tokens - 1 tokens, its prefill is done.
     """
     calls: Calls = {}
-    rows = {}
     if config.peers:
         try:
             peer = hf_model(spec, model)
             with torch.no_grad():
                 check_same_logits(model(idx[:1]), peer(idx[:1]).logits[..., : model.n_vocab])
-            calls = generate_calls(peer, idx, config.tokens, config.compiled, missing)
-        except (UserError, ImportError, RuntimeError) as error:  # of load_state_dict too
-            missing.append(f"Hugging Face: {failure_line(error)}")
+            for name in NAMES if config.compiled and idx.is_cuda else NAMES[:1]:
+                call = functools.partial(generate, peer, idx, name == "hf_static", config.tokens)
+                found = {
+                    name: functools.partial(call, config.tokens),
+                    f"{name} prefill": functools.partial(call, 1),
+                }
+                for each in found.values():
+                    each()
+                calls |= found
+        except Exception as failure:  # another library's limits are no failure of this program
+            missing.append(f"Hugging Face: {failure_line(failure)}")
     if config.gpt_fast:
-        files = load(config.gpt_fast)
         try:
+            files = load(config.gpt_fast)
             with options():
-                call, out = prepared(files, model, idx, config.tokens, config.compiled)
-            ours = model.generate(idx, config.tokens, temperature=0)[:, idx.shape[1] :]
-            rows[GPT_FAST] = {"same_tokens": tokens_in_common(ours, out)}
-            calls[GPT_FAST] = call
+                calls[GPT_FAST] = prepared(files, model, idx, config.tokens, config.compiled)
         except Exception as failure:  # another program's limits are no failure of this one
             missing.append(f"gpt-fast: {failure_line(failure)}")
-    return calls, rows
-
-
-def generate_calls(
-    peer: torch.nn.Module, idx: Tensor, tokens: int, compiled: bool, missing: list[str]
-) -> Calls:
-    """Return the calls of transformers' generate; with a static cache too, if `compiled`."""
-    calls: Calls = {}
-    for name in NAMES if compiled else NAMES[:1]:
-        static = name == "hf_static"
-        found = {
-            name: functools.partial(generate, peer, idx, tokens, static, tokens),
-            f"{name} prefill": functools.partial(generate, peer, idx, 1, static, tokens),
-        }
-        try:
-            for call in found.values():
-                call()
-        except Exception as failure:  # another library's limits are no failure of this program
-            missing.append(f"{name}: {failure_line(failure)}")
-            continue
-        calls |= found
     return calls
 
 
@@ -140,7 +118,7 @@ def check_same_logits(ours: Tensor, theirs: Tensor) -> None:
 
 
 @torch.no_grad()
-def generate(peer: torch.nn.Module, idx: Tensor, count: int, static: bool, longest: int) -> None:
+def generate(peer: torch.nn.Module, idx: Tensor, static: bool, longest: int, count: int) -> None:
     """Generate `count` tokens greedily.
 
     A static cache has room for `longest` tokens at every count, so nothing is compiled twice.
@@ -164,15 +142,7 @@ def generate(peer: torch.nn.Module, idx: Tensor, count: int, static: bool, longe
 
 
 def load(folder: str) -> SimpleNamespace:
-    """Load its model.py and generate.py; return them as `model` and `generate`.
-
-    Raises:
-        UserError: the folder is no checkout.
-    """
-    if not (Path(folder) / "generate.py").is_file():
-        raise UserError(
-            f"gpt_fast={folder}: there is no generate.py: give the folder of a gpt-fast checkout"
-        )
+    """Load its model.py and generate.py; return them as `model` and `generate`."""
     ours = sys.modules["model"]
     path = list(sys.path)
     model = module(folder, "model")
@@ -265,8 +235,8 @@ def turned(qkv: Tensor, config: GPTConfig) -> Tensor:
 @torch.no_grad()
 def prepared(
     files: SimpleNamespace, model: GPT, idx: Tensor, tokens: int, compiled: bool
-) -> tuple[Callable[[], None], Tensor]:
-    """Return (the call, tokens (B, tokens) that it decodes), compiled and run once."""
+) -> Callable[[], None]:
+    """Return the call that decodes tokens - 1 tokens, compiled and run once."""
     batch, T = idx.shape
     device = idx.device
     generate = files.generate
@@ -292,14 +262,11 @@ def prepared(
     check_same_logits(model(idx)[:, -1], logits[0])
     call = functools.partial(decode, generate, peer, first, T, tokens - 1)
     call()
-    return call, torch.cat([first, *call()], 1)
+    return call
 
 
 @torch.no_grad()
-def decode(
-    generate: ModuleType, peer: torch.nn.Module, first: Tensor, T: int, steps: int
-) -> list[Tensor]:
+def decode(generate: ModuleType, peer: torch.nn.Module, first: Tensor, T: int, steps: int) -> None:
     """Decode the tokens (B, 1) that follow `first` (B, 1), which is at position T."""
     pos = torch.tensor([T], device=first.device, dtype=torch.int)
-    found, _ = generate.decode_n_tokens(peer, first.view(len(first), -1), pos, steps)
-    return found
+    generate.decode_n_tokens(peer, first.view(len(first), -1), pos, steps)

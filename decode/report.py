@@ -5,7 +5,6 @@ from typing import Any
 
 from common import output
 from common.output import markdown
-from decode.ledger import MEASURED
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
 ENDS = (
@@ -29,7 +28,7 @@ def card(record: dict[str, Any]) -> str:
     clock = ", process time" if is_process_time else ""
     lines = [
         f"{record['model']}: {weights}, stored as {record['norm_type']}, {record['dtype']}; "
-        f"{record['prompt_tokens']} prompt tokens ({record['prompt_ids']}), {record['tokens']} "
+        f"{record['prompt_tokens']} prompt tokens, {record['tokens']} "
         f"decoded greedily, {record['rounds']} rounds{clock}",
         output.card(record),
         f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} "
@@ -59,9 +58,6 @@ def table(record: dict[str, Any]) -> str:
     if record["faster"]:
         faster = ", ".join(record["faster"].values())
         lines += ["", f"Each in two variants; these ratios are of the faster: {faster}."]
-    if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
-        note = "on a CPU transformers runs its static cache in eager mode."
-        lines += ["", f"hf_static is not compiled here: {note}"]
     lines += [f"- not timed: {reason}" for reason in record["missing"]]
     return "\n".join(lines)
 
@@ -139,9 +135,7 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
     """
     for record in records:
         record["command"] = f"python bench_decode.py {record['model']} {output.made_with(config)}"
-    places = {place(record) for record in records}
-    old = output.read_json(folder / "decode.jsonl")
-    every = [record for record in old if place(record) not in places] + records
+    every = merged(folder / "decode.jsonl", records)
     text = [
         "# A decoded token, by norm and by fusion",
         "",
@@ -171,9 +165,7 @@ def write_ledgers(folder: Path, found: list[dict[str, Any]]) -> None:
 
     They replace the old ones of the same model and batch size.
     """
-    places = {(one["model"], one["batch"]) for one in found}
-    old = output.read_json(folder / "ledger.jsonl")
-    every = [one for one in old if (one["model"], one["batch"]) not in places] + found
+    every = merged(folder / "ledger.jsonl", found)
     output.write_results(folder, "ledger", every, "README.md", ledgers(every))
 
 
@@ -197,11 +189,6 @@ def ledgers(every: list[dict[str, Any]]) -> str:
     ]
     rows = [[name, *(ledger_cell(one, name) for one in every)] for name in names]
     lines.append(markdown(["arm", *heads], rows))
-    for one in every:
-        found = MEASURED.get((one["model"], one["batch"]), {})
-        figures = ", ".join(f"{name} {ms:.3f}" for name, ms in found.items())
-        if found:
-            lines += ["", f"Measured by others, {one['model']}, ms/token: {figures}."]
     return "\n".join(lines) + "\n"
 
 
@@ -215,9 +202,12 @@ def ledger_cell(ledger: dict[str, Any], name: str) -> str:
     return f"{launches(row)}: {predicted:.3f}, {share:.0%}"
 
 
-def place(record: dict[str, Any]) -> tuple:
-    """Return what tells a record of a results folder from the others."""
-    return record["model"], record["batch"], record["dtype"], record["device"]
+def merged(path: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of a JSONL file that `records` do not replace, then these."""
+    names = ("model", "batch", "dtype", "device")  # a ledger has neither type nor device
+    places = [[record.get(name) for name in names] for record in records]
+    old = output.read_json(path)
+    return [each for each in old if [each.get(name) for name in names] not in places] + records
 
 
 def one_line(record: dict[str, Any]) -> tuple[str, ...]:

@@ -54,6 +54,8 @@ import torch
 from torch import Tensor
 
 from decode.pack import Entry, Exit, PackedBlock, PackedGPT
+from decode.timing import captured
+from kernels import binding
 from kernels.decode import reference as decode_reference
 from kernels.decode.reference import Cache
 from model import GPTConfig
@@ -279,9 +281,6 @@ class Decoder:
         tuned: that with gpt-fast's options. Kernels, inductor's and ours, also begin while the one
             before ends, where the device can (kernels/decode/overlap.py).
         graph: the step is captured in a CUDA graph; None: if it is on a CUDA device.
-
-    Raises:
-        ValueError: `length` is beyond the model's block_size.
     """
 
     def __init__(
@@ -296,11 +295,6 @@ class Decoder:
     ):
         config = packed.config
         device = packed.wte.device
-        if length > config.block_size:
-            raise ValueError(
-                f"length={length} is beyond the model's block_size={config.block_size}: "
-                "make it shorter"
-            )
         self.packed = packed
         self.length = length
         self.ops = ops or best_ops(packed, batch, compiled, tuned)
@@ -325,7 +319,6 @@ class Decoder:
 
         self.filled = 0  # tokens in the cache; the host's copy of pos
         self._run: Callable[[], Tensor] | None = None  # the step as built by the first call
-        self._compute: Callable | None = None  # kept alive for _run
 
     @torch.no_grad()
     def prefill(self, idx: Tensor) -> Tensor:
@@ -377,11 +370,16 @@ class Decoder:
         self.filled += 1
         return self.logits
 
+    def go_on(self, filled: int, steps: int) -> None:
+        """Decode `steps` tokens after the first `filled`, which are in the cache already."""
+        self.rewind(filled)
+        for _ in range(steps):
+            self.step()
+
     def generate(self, idx: Tensor, new_tokens: int) -> Tensor:
         """Return the greedy continuation (B, T + new_tokens) of prompts idx (B, T)."""
         self.prefill(idx)  # the first new token
-        for _ in range(new_tokens - 1):
-            self.step()
+        self.go_on(idx.shape[1], new_tokens - 1)
         return self.out[:, : idx.shape[1] + new_tokens].clone()
 
     def _choose(self, ops: Ops, logits: Tensor, token: Tensor, pos: Tensor) -> None:
@@ -403,40 +401,28 @@ class Decoder:
 
         if self.compiled:
             compute = compiled_alone(compute, self.tuned)
-        # A captured graph uses what a compiled function allocates and loads, so the function must
-        # live as long as the graph.
-        self._compute = compute
         is_built = self.compiled or self.graph
         if is_built and self.tuned and can_overlap(self.token.device):
             compute = overlapped(compute)
-        if self.graph:
-            return self._capture(compute)
-        return lambda: compute(self.token, self.pos)
+        if not self.graph:
+            return lambda: compute(self.token, self.pos)
 
-    def _capture(self, compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Tensor]:
-        """Capture a step in a CUDA graph; return the call that replays it."""
+        written: list[Tensor] = []  # the logits of each call, the last of them by every replay
+
+        def work() -> None:
+            written.append(compute(self.token, self.pos))
+
         filled = self.filled
-        # A graph cannot be captured on the default stream.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        # Compilation, tuning and the libraries' own memory must come before the capture. These
-        # calls decode tokens, so each of them is undone.
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                compute(self.token, self.pos)
-                self.rewind(filled)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            logits = compute(self.token, self.pos)  # every replay writes its logits here
-        self.rewind(filled)
+        # The calls before the capture decode tokens, so each of them is undone.
+        replay = captured(lambda: work, undo=lambda: self.rewind(filled))
+        del written[:-1]
 
-        def replay() -> Tensor:
-            graph.replay()
+        def run() -> Tensor:
+            replay()
             # The tensor that the graph writes, not self.logits, which prefill replaces.
-            return logits
+            return written[0]
 
-        return replay
+        return run
 
 
 # ----------------------------------------------------------------- how a step is launched
@@ -447,14 +433,10 @@ def best_ops(packed: PackedGPT, batch: int, compiled: bool, tuned: bool) -> Ops:
 
     They are our own kernels on a GPU with Triton, else plain PyTorch. The kernels have no float64.
     """
-    if not packed.wte.is_cuda or packed.dtype == torch.float64:
+    if not packed.wte.is_cuda or packed.dtype == torch.float64 or binding is None:
         return decode_reference
-    try:
-        from kernels.decode import triton_launches as decode_triton
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        return decode_reference
+    from kernels.decode import triton_launches as decode_triton
+
     if not compiled:
         return decode_triton.FUSED
     if tuned and batch == 1:

@@ -19,7 +19,11 @@ from common.stats import paired_times, seconds
 QUEUEING = 1_000_000  # cycles: half a millisecond, to queue two events and a graph in
 
 
-def captured(make_work: Callable[[], Callable[[], Any]], pool: Any = None) -> Callable[[], None]:
+def captured(
+    make_work: Callable[[], Callable[[], Any]],
+    pool: Any = None,
+    undo: Callable[[], None] | None = None,
+) -> Callable[[], None]:
     """Capture work as a CUDA graph and return its replay.
 
     What the work allocates belongs to the graph and is written by every replay. Nobody reads it, so
@@ -29,6 +33,7 @@ def captured(make_work: Callable[[], Callable[[], Any]], pool: Any = None) -> Ca
         make_work: makes the work on the stream that is captured: a backward kernel runs on the
             stream of its forward. What it holds, such as forward's saved tensors, stays.
         pool: of torch.cuda.graph_pool_handle, shared with other graphs; None for one of its own.
+        undo: called after each call before the capture, for work that changes what it reads.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -36,6 +41,8 @@ def captured(make_work: Callable[[], Callable[[], Any]], pool: Any = None) -> Ca
         work = make_work()
         for _ in range(2):  # compilation, tuning, first allocations
             work()
+            if undo is not None:
+                undo()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):

@@ -26,7 +26,6 @@ from common.hub import import_transformers
 from data.tokenizers import tokenizer_of
 from evals.likelihood import encode_pairs, log_likelihoods
 from load import load_model
-from model import GPT
 
 # Before the harness does it, so that our kernels/ is not taken for another package.
 import_transformers()
@@ -45,7 +44,7 @@ class NanonormLM(LM):
     `seen` counts requests, and those that lost their beginning.
 
     Args:
-        spec: as of load_model, or a GPT.
+        spec: as of load_model.
         dtype: of the computation, auto, float32 or bfloat16; auto is bfloat16 on CUDA.
         context: tokens that fit; 0: the model's block_size.
         batch_size: contexts at once, or auto.
@@ -55,7 +54,7 @@ class NanonormLM(LM):
 
     def __init__(
         self,
-        spec: str | GPT,
+        spec: str,
         dtype: str = "auto",
         context: int = 0,
         batch_size: int | str = BATCH_SIZE,
@@ -65,7 +64,7 @@ class NanonormLM(LM):
         super().__init__()
         is_open = device in ("auto", "cuda:0")
         self.precision = Precision(dtype, find_device("auto") if is_open else torch.device(device))
-        model = load_model(spec) if isinstance(spec, str) else spec
+        model = load_model(spec)
         self.tokenizer = tokenizer_of(model)
         self.model = model.to(self.precision.device, self.precision.weights)
         if self.precision.device.type == "cpu":

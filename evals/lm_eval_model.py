@@ -35,7 +35,7 @@ from common.output import check_replaceable, markdown, write_bytes_atomically
 from common.stats import paired
 from configurator import key, parse_args
 from data.documents import read_lines
-from load import load_model
+from load import load_config
 
 # (task, item) -> model -> 1.0 where it was correct, else 0.0
 Marks = dict[tuple[str, int], dict[str, float]]
@@ -175,15 +175,11 @@ def ask(
 
     from evals.lm_eval import NanonormLM
 
-    # All are loaded first, because the smallest context is used for every model.
-    models = {spec: load_model(spec) for spec in specs}
-    context = min(model.config.block_size for model in models.values())
+    context = min(load_config(spec).block_size for spec in specs)  # for every model
     marks: Marks = defaultdict(dict)
     record: dict[str, Any] = {"context": context, "requests": {}}
     for spec in specs:
-        model = NanonormLM(
-            models.pop(spec), config.dtype, context, config.batch_size, config.device
-        )
+        model = NanonormLM(spec, config.dtype, context, config.batch_size, config.device)
         found = lm_eval.simple_evaluate(
             model=model,
             tasks=tasks,

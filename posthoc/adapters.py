@@ -72,10 +72,8 @@ def merge(model: GPT) -> GPT:
     return model.requires_grad_(False)
 
 
-def adapter_parameters(config: GPTConfig, rank: int, dora: bool) -> int:
+def adapter_parameters(model: GPT, rank: int, dora: bool) -> int:
     """Count the parameters that add_adapters adds."""
-    with torch.device("meta"):
-        model = GPT(config)
     linears = [part for name, part in model.named_modules() if name.split(".")[-1] in TARGETS]
     # A (rank, in), B (out, rank), and DoRA's magnitudes (out,)
     return sum(
@@ -102,7 +100,7 @@ def memory(
     with torch.device("meta"):
         model = GPT(config)
     parameters = model.num_params()
-    trained = parameters if is_full else adapter_parameters(config, rank, is_dora)
+    trained = parameters if is_full else adapter_parameters(model, rank, is_dora)
     largest = max(matrix.numel() for matrix in model.hidden_matrices())
     # What a block keeps for backward; with checkpointing, one block, and stream and branch of all.
     # Without it DoRA keeps weights too, which are not counted.

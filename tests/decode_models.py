@@ -88,18 +88,12 @@ NORMS = {
 NORMS |= {name: {"norm_type": name} for name in NORM_TYPES if name not in NORMS}
 
 
-def make(shape: str, norm: str, init_std: float = 0.1, seed: int = 0, n_layer: int = 4) -> GPT:
+SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": 64, "n_vocab": 61}
+
+
+def make(shape: str, norm: str, init_std: float = 0.1, seed: int = 0, **keys) -> GPT:
     """A small model in float64 with gains, biases and tapers far from their initial values."""
-    config = GPTConfig(
-        n_layer=n_layer,
-        n_head=4,
-        n_embd=32,
-        block_size=32,
-        vocab_size=64,
-        n_vocab=61,
-        init_std=init_std,
-        **SHAPES[shape] | NORMS[norm],
-    )
+    config = GPTConfig(**SIZE | SHAPES[shape] | NORMS[norm] | keys, init_std=init_std)
     model = shake(GPT(config, seed))
     if config.norm_type == "taper":
         model.train().set_step(1, 10)

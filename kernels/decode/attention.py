@@ -22,6 +22,8 @@ The functions are those of kernels/decode/reference.py. The position is read fro
 that one CUDA graph serves all steps.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -430,27 +432,11 @@ def attend(
     return _attend(made, q.shape[1], k_cache, v_cache, pos, parts, scale, window)
 
 
-def heads_attend(
-    z: Tensor,
-    inv_rms: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
-    v_gain: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    pos: Tensor,
-    parts: int = 1,
-    scale: float = 0.0,
-    window: int = 0,
-) -> list[Tensor]:
+def heads_attend(*given: Any) -> list[Tensor]:
+    *raw, k_cache, v_cache, pos, parts, scale, window = given  # raw: z to eps
     _, kv_heads, _, channels = k_cache.shape
-    n_heads = z.shape[-1] // channels - 2 * kv_heads
-    raw = (None, z, inv_rms, bias, cos, sin, q_gain, k_gain, v_gain, eps)  # Q to eps
-    return _attend(raw, n_heads, k_cache, v_cache, pos, parts, scale, window)
+    n_heads = raw[0].shape[-1] // channels - 2 * kv_heads
+    return _attend((None, *raw), n_heads, k_cache, v_cache, pos, parts, scale, window)
 
 
 def norm_channels(q_gain: Tensor | None, k_gain: Tensor | None, channels: int) -> dict[str, int]:

@@ -8,6 +8,8 @@ accumulators of a kernel are.
 kernels/decode/triton_launches.py has the same functions for a GPU.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -217,27 +219,15 @@ def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -
     return a.flatten(1).unsqueeze(1).to(dtype)
 
 
-def heads_attend(
-    z: Tensor,
-    inv_rms: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
-    v_gain: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    pos: Tensor,
-    parts: int = 1,
-    scale: float = 0.0,
-    window: int = 0,
-) -> list[Tensor]:
-    """heads and attend in one launch. It rounds where these two round."""
-    made = (z, inv_rms, bias, cos, sin, q_gain, k_gain, v_gain, eps)
-    q = heads(*made, k_cache, v_cache, pos)
-    return attend(q, k_cache, v_cache, pos, parts, scale, window)
+def heads_attend(*given: Any) -> list[Tensor]:
+    """heads and attend in one launch. It rounds where these two round.
+
+    Args:
+        given: all arguments of `heads`, then parts, scale and window of `attend`.
+    """
+    *made, parts, scale, window = given
+    q = heads(*made)
+    return attend(q, *made[-3:], parts, scale, window)  # the cache and pos
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
