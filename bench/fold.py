@@ -162,6 +162,13 @@ def sequential(arm: Callable[[], Any], device: torch.device, count: int) -> floa
     return (perf_counter() - start) / count
 
 
+def peak_bytes(arm: Callable[[], Any], device: torch.device) -> int:
+    """Return the most memory that is in use during a pass, the weights of all arms included."""
+    torch.cuda.reset_peak_memory_stats(device)
+    arm()
+    return torch.cuda.max_memory_allocated(device)
+
+
 def measure(
     models: dict[str, nn.Module],
     config: FoldBenchConfig,
@@ -169,7 +176,7 @@ def measure(
     length: int,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Return one record: times, ratios with intervals, tokens/s, what norms take."""
+    """Return one record: times, ratios with intervals, tokens/s, what norms take, GPU memory."""
     # All arms and lengths share the code of one forward: dynamo would reach its recompile limit.
     torch.compiler.reset()
     device = next(models["before"].parameters()).device
@@ -187,6 +194,8 @@ def measure(
         "tok_per_s": {name: config.batch * length / middle for name, middle in medians.items()},
     }
     record["norm_share"] = 1 - medians[BARE] / medians["before"]
+    if device.type == "cuda":
+        record["peak_bytes"] = {name: peak_bytes(arm, device) for name, arm in arms.items()}
     for name in (*list(arms)[1:], "before again"):
         record[f"before / {name}"] = paired_ratio(times["before"], times[name])
     if config.sequential and mode == "eager":
