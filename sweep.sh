@@ -99,6 +99,7 @@ from evidence.sweep import check
 from load import take_shape
 from norm_plan import NormConfig
 from train import TrainConfig
+from training.tracker import check_tracker
 
 
 def main(argv):
@@ -107,6 +108,7 @@ def main(argv):
     def parse(keys):
         keys = [*keys, f"--out_dir={words[0]}"]
         config, _ = parse_args(TrainConfig, keys, complete=take_shape)
+        check_tracker(config.tracker)
         return config
 
     check(parse, set(NormConfig.__dataclass_fields__), words)

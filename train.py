@@ -282,7 +282,8 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
         precision = Precision(config.dtype, ranks.device)
         evaluator = Evaluator(config, val, meta, ranks, precision.autocast)
         if evaluator.no_tokenizer:
-            run.notes.append(f"no text sample and no bits per byte: {evaluator.no_tokenizer}")
+            missing = "bits per byte" if evaluator.tokenizer else "text sample and no bits per byte"
+            run.notes.append(f"no {missing}: {evaluator.no_tokenizer}")
         score = make_scorer(config, evaluator, ranks)
         remedy = (
             f"give data_dir={config.data_dir} the data that it had, or choose another out_dir and "

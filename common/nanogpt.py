@@ -57,7 +57,10 @@ def of_train(name: str, value: Any, settings: dict[str, Any]) -> dict[str, Any] 
 def start_of(run: Path) -> str:
     """Return the `init_from` with which a run has started; empty where there is none."""
     file = run / "config.json"
-    return json.loads(file.read_bytes())["init_from"] if file.exists() else ""
+    try:
+        return json.loads(file.read_bytes())["init_from"] if file.exists() else ""
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{file} is damaged: give --resume={run / 'ckpt_last.pt'}") from None
 
 
 def of_sample(name: str, value: Any) -> dict[str, Any] | None:

@@ -112,14 +112,16 @@ class Certificate:
             f"relative {self.max_rel:.1e}"
         ]
         lines += [
-            f"  {check.dtype}, {check.weights} weights, {check.inputs} inputs: {check.max_rel:.1e}"
+            f"  {check.dtype}, {check.weights} weights, {check.inputs} inputs: relative "
+            f"{check.max_rel:.1e}"
             for check in self.checks
         ]
         if self.kl is not None:
             lines.append(f"  KL {self.kl:.1e} nats a token")
-        lines.append(
-            "  for the arguments, branches and mode of the given inputs, in other sizes too"
-        )
+        if self.ok:
+            is_resized = any(check.inputs == "resized" for check in self.checks)
+            sizes = ", in other sizes too" if is_resized else ""
+            lines.append(f"  for the arguments, branches and mode of the given inputs{sizes}")
         return "\n".join(lines)
 
     def to_json(self) -> str:

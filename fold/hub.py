@@ -108,11 +108,16 @@ def load(spec: str | Path) -> nn.Module:
 
     Raises:
         HFError: fold.json is missing, or no JSON.
-        ConfigError: transformers cannot load the folder.
+        ConfigError: fold.json is damaged, or transformers cannot load the folder.
     """
     recipe = hub.read_config(hub.model_folder(spec), RECIPE)
-    swaps = [Swap(**swap) for swap in recipe["swaps"]]
-    insertions = [Insertion(**found) for found in recipe["insertions"]]
+    try:
+        swaps = [Swap(**swap) for swap in recipe["swaps"]]
+        insertions = [Insertion(**found) for found in recipe["insertions"]]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{spec}: {RECIPE} is damaged, or of another version ({error}): convert the model again"
+        ) from None
     model = load_pretrained(spec)
     swap_and_insert(Plan(swaps=swaps, insertions=insertions), model)
     return model

@@ -210,8 +210,16 @@ def _is_dict(value: Any) -> bool:
 
 
 def _are_tensors(value: Any) -> bool:
-    """Is it a dict of tensors?"""
-    return _is_dict(value) and all(isinstance(part, torch.Tensor) for part in value.values())
+    """Is it a dict of ordinary tensors, whose numbers are all in the file?
+
+    A view can repeat one number 2^40 times.
+    """
+    return _is_dict(value) and all(
+        isinstance(part, torch.Tensor)
+        and part.layout == torch.strided
+        and part.numel() * part.element_size() <= part.untyped_storage().nbytes()
+        for part in value.values()
+    )
 
 
 def first_not_finite(state: dict[str, Any]) -> str:

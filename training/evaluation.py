@@ -78,9 +78,8 @@ class Evaluator:
         self.ranks = ranks
         self.autocast = autocast
         self.batches = eval_batches(blocks, config.batch_size, config.eval_tokens)
-        # Without a tokenizer there are no bits per byte and no text sample.
-        self.tokenizer = None
-        self.no_tokenizer = ""  # why there is none
+        self.tokenizer = None  # then there is no text sample
+        self.no_tokenizer = ""  # why there is none, or no number of bytes of its tokens
         self.bytes_per_token = 0.0  # 0: unknown
         try:
             self.tokenizer = load_tokenizer(meta)

@@ -1,4 +1,4 @@
-"""The log of a run: log.jsonl, lines for people, a tracker; throughput."""
+"""The log of a run: log.jsonl, lines or a progress bar for people, a tracker; throughput."""
 
 import contextlib
 import json
@@ -6,8 +6,12 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
+
+from tqdm import tqdm
 
 from common.errors import UserError, cannot_write
 from common.output import check_replaceable, parse_json, write_bytes_atomically
@@ -23,6 +27,7 @@ class RunLog:
         self.active = active
         self.file: IO[str] | None = None
         self.last_step = 0  # in the log that is gone on with
+        self.bar: tqdm | None = None
         self.tracker: Any = None  # training/tracker.py
 
     def open(
@@ -55,6 +60,9 @@ class RunLog:
             self.file = open(self.path, "a", encoding="utf-8")
         except OSError as error:
             raise UserError(cannot_write(self.path, error)) from None
+        if sys.stderr.isatty():
+            done = resume_step or 0
+            self.bar = tqdm(total=self.max_iters, initial=done, unit="step", dynamic_ncols=True)
         if is_new:
             self.event("start", config=config, **start)
         if resume_step is not None:
@@ -141,29 +149,43 @@ class RunLog:
     def step(self, **values: Any) -> None:
         """Log one training step, for programs and for people."""
         self.event("step", **values)
-        self.say(f"step {values['step']}/{self.max_iters}  {_facts(values)}")
+        if self.bar is None:
+            self.say(f"step {values['step']}/{self.max_iters}  {_facts(values)}")
+        else:
+            self.bar.set_postfix_str(_facts(values), refresh=False)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar of a terminal to this step."""
+        if self.bar is not None:
+            _show(self.bar.update, step - self.bar.n)
 
     def say(self, text: str) -> None:
-        """Print a line for people. Without them (`train.py | head`, a closed terminal) go on."""
-        if not self.active:
-            return
-        try:
-            print(text, flush=True)
-        except OSError:
-            # What is in the buffers, and whatever is printed later, goes nowhere.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+        """Print a line for people; on a terminal it goes above the progress bar."""
+        if self.active:
+            _show(partial(print, flush=True) if self.bar is None else self.bar.write, text)
 
     def close(self, reason: str, **values: Any) -> None:
         """Write the `end` event, and close everything."""
         self.event("end", reason=reason, **values)
+        if self.bar is not None:
+            _show(self.bar.close)
         if self.tracker is not None:
             self.tracker.finish()
         if self.file is not None:
             self.file.close()
         self.file = None
+
+
+def _show(write: Callable[..., Any], *values: Any) -> None:
+    """Show something to people. Without them (`train.py | head`, a closed terminal) go on."""
+    try:
+        write(*values)
+    except OSError:
+        # What is in the buffers, and whatever is printed later, goes nowhere.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def _finite(value: Any) -> Any:

@@ -244,6 +244,7 @@ class Loop:
         self.stability.add(report.loss, report.grad_norm)
         if report.step % self.config.log_interval == 0 or report.step in (1, self.config.max_iters):
             self._log_step(report)
+        self.log.advance(report.step)
         if report.stops:
             return f"stopped by {self.folder.stop_signal.name or 'a signal'} after step {self.step}"
         return ""

@@ -3,12 +3,23 @@
 Each is a package of its own, imported only where it is asked for.
 """
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 
 TRACKERS = ("off", "wandb", "trackio", "tensorboard")  # each needs the package of its name
+
+
+def check_tracker(tracker: str) -> None:
+    """Check that the run's tracker is installed. Raises UserError."""
+    if tracker == "off":
+        return
+    package = importlib.util.find_spec(tracker)
+    # A folder wandb/, which Weights & Biases leaves behind, is found as a package without a file.
+    if package is None or package.origin is None:
+        raise UserError(f"{tracker} is not installed: pip install {tracker}, or --tracker=off")
 
 
 class _TensorBoard:
@@ -23,7 +34,8 @@ class _TensorBoard:
 
     def log(self, values: dict[str, Any], step: int) -> None:
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+            if isinstance(value, int | float):  # a list is no curve
+                self.writer.add_scalar(name, value, step)
 
     def finish(self) -> None:
         self.writer.close()
