@@ -437,7 +437,7 @@ class Place(nn.Module):
             Mix-LN, KEEL.
         residual_weight: of the stream in the sum, h = residual_weight x + delta (DeepNorm, Wang et
             al. 2022, equation 2).
-        anchor: sees h (taper.ScaleAnchor), or None.
+        anchor: sees h before it is normalised (taper.ScaleAnchor), or None.
     """
 
     def __init__(
@@ -476,8 +476,6 @@ class Place(nn.Module):
             h = x if delta is None else add_residual(x, delta)
             return h, h, inv_rms
         y, h, inv_rms = self._add_and_normalize(x, delta, inv_rms)
-        if self.anchor is not None:
-            self.anchor(h)
         if not self.replaces:
             return y, h, inv_rms
         z, inv_rms = (y, None) if self.reader is None else self.reader(y)
@@ -500,9 +498,9 @@ class Place(nn.Module):
                 delta = None
         if delta is None or self.residual_weight != 1:
             h = self.sum(x, delta)
-            y, inv_rms = norm(h, inv_rms)
+            y, inv_rms = self._normalize(h, inv_rms)
             return y, h, inv_rms
-        # With an anchor these are two steps, as they always were: numbers stay the same.
+        # No kernel may do both where the anchor reads the sum.
         if isinstance(norm, RMSNorm) and self.anchor is None:
             means = norm.groups, norm.counted
             return add_rms_norm(x, delta, norm.gain, norm.eps, norm.bias, *means, norm.kernels)
@@ -511,7 +509,12 @@ class Place(nn.Module):
             return y, h, inv_rms
         # A function of kernels/ adds, because a compiled model moves fewer bytes if it adds rows
         # (B T, C).
-        return add_then(norm, x, delta, inv_rms)
+        return add_then(self._normalize, x, delta, inv_rms)
+
+    def _normalize(self, h: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.anchor is not None:
+            self.anchor(h)
+        return self.norm(h, inv_rms)
 
     def sum(self, x: Tensor, delta: Tensor | None) -> Tensor:
         """Return residual_weight x + delta, without the output norm; x if delta is None."""
