@@ -34,203 +34,6 @@ TABLE3 = {
     "vmamba": (51, 0, 36),
 }
 
-VOCAB = dict(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-SIZE = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4)
-IMAGE = dict(image_size=16, patch_size=8)
-SEQ2SEQ = dict(
-    d_model=32,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    decoder_start_token_id=2,
-    **VOCAB,
-)
-AUDIO = dict(
-    conv_dim=(16, 16),
-    conv_stride=(4, 4),
-    conv_kernel=(8, 4),
-    num_conv_pos_embeddings=4,
-    num_conv_pos_embedding_groups=2,
-    num_feat_extract_layers=2,
-)
-PYRAMID = dict(
-    num_encoder_blocks=2,
-    sr_ratios=[2, 1],
-    hidden_sizes=[16, 32],
-    patch_sizes=[7, 3],
-    strides=[2, 2],
-    num_attention_heads=[2, 4],
-    mlp_ratios=[2, 2],
-)
-SWIN = dict(embed_dim=16, depths=[2, 2], num_heads=[2, 2], image_size=16, patch_size=2)
-
-TWELVE = dict(n_layer=12, n_embd=32, n_head=4, n_positions=16, **VOCAB)
-DEEP = {**SIZE, "num_hidden_layers": 12}
-OPT = dict(
-    num_hidden_layers=12,
-    hidden_size=32,
-    ffn_dim=64,
-    num_attention_heads=4,
-    word_embed_proj_dim=32,
-    max_position_embeddings=16,
-    **VOCAB,
-)
-
-
-def entry(name: str, inputs: str, **config: Any) -> tuple[str, dict[str, Any], str]:
-    """A row of MODELS: class, configuration, kind of input."""
-    return name, config, inputs
-
-
-# name -> (class, configuration, kind of input)
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gpt2": entry("GPT2Model", "ids", **TWELVE),
-    "gpt2_lm": entry("GPT2LMHeadModel", "ids", **TWELVE),
-    "bert": entry("BertModel", "both", **DEEP, **VOCAB),
-    "vit": entry("ViTModel", "image", **DEEP, **IMAGE),
-    "phi": entry("PhiModel", "ids", **{**SIZE, **VOCAB, "num_hidden_layers": 24}),
-    "opt": entry("OPTModel", "ids", **OPT),
-    "opt_lm": entry("OPTForCausalLM", "ids", **OPT),
-    "bloom": entry("BloomModel", "ids", n_layer=2, hidden_size=32, n_head=4, **VOCAB),
-    "gpt_neox": entry("GPTNeoXModel", "ids", **SIZE, **VOCAB),
-    "gptj": entry(
-        "GPTJModel", "ids", n_layer=2, n_embd=32, n_head=4, rotary_dim=4, n_positions=16, **VOCAB
-    ),
-    "falcon": entry(
-        "FalconModel",
-        "ids",
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        new_decoder_architecture=True,
-        **VOCAB,
-    ),
-    "mpt": entry("MptModel", "ids", n_layers=2, d_model=32, n_heads=4, max_seq_len=16, **VOCAB),
-    "stablelm": entry(
-        "StableLmModel", "ids", **SIZE, num_key_value_heads=2, qk_layernorm=True, **VOCAB
-    ),
-    "olmo": entry("OlmoModel", "ids", **SIZE, num_key_value_heads=2, **VOCAB),
-    "xglm": entry(
-        "XGLMModel",
-        "ids",
-        num_layers=2,
-        d_model=32,
-        ffn_dim=64,
-        attention_heads=4,
-        max_position_embeddings=16,
-        **VOCAB,
-    ),
-    "albert": entry("AlbertModel", "both", **SIZE, embedding_size=16, **VOCAB),
-    "deberta_v2": entry(
-        "DebertaV2Model",
-        "both",
-        **SIZE,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        **VOCAB,
-    ),
-    "fnet": entry(
-        "FNetModel", "tokens", num_hidden_layers=2, hidden_size=32, intermediate_size=64, **VOCAB
-    ),
-    "rwkv": entry(
-        "RwkvModel",
-        "ids",
-        hidden_size=32,
-        num_hidden_layers=2,
-        attention_hidden_size=32,
-        intermediate_size=64,
-        **VOCAB,
-    ),
-    "bart": entry("BartModel", "seq2seq", **SEQ2SEQ, max_position_embeddings=16),
-    "mbart": entry("MBartModel", "seq2seq", **SEQ2SEQ, max_position_embeddings=16),
-    "whisper": entry(
-        "WhisperModel",
-        "speech",
-        **SEQ2SEQ,
-        num_mel_bins=8,
-        max_source_positions=10,
-        max_target_positions=16,
-    ),
-    "wav2vec2": entry(
-        "Wav2Vec2Model",
-        "wave",
-        **SIZE,
-        **AUDIO,
-        do_stable_layer_norm=True,
-        feat_extract_norm="layer",
-    ),
-    "hubert": entry("HubertModel", "wave", **SIZE, **AUDIO),
-    "ast": entry(
-        "ASTModel",
-        "spectrum",
-        **SIZE,
-        patch_size=4,
-        frequency_stride=4,
-        time_stride=4,
-        max_length=16,
-        num_mel_bins=8,
-    ),
-    "beit": entry(
-        "BeitForImageClassification", "image", **SIZE, **IMAGE, use_relative_position_bias=True
-    ),
-    "dinov2": entry(
-        "Dinov2Model",
-        "image",
-        num_hidden_layers=2,
-        hidden_size=32,
-        mlp_ratio=2,
-        num_attention_heads=4,
-        **IMAGE,
-    ),
-    "swin": entry("SwinModel", "image", **SWIN, window_size=2),
-    "swinv2": entry("Swinv2Model", "image", **SWIN, window_size=4),
-    "convnext": entry(
-        "ConvNextModel", "image", hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, patch_size=2
-    ),
-    "segformer": entry("SegformerModel", "image", **PYRAMID, depths=[2, 2]),
-    "siglip": entry("SiglipVisionModel", "image", **SIZE, **IMAGE),
-    "clip": entry(
-        "CLIPModel",
-        "pair",
-        text_config=dict(**SIZE, max_position_embeddings=16, **VOCAB),
-        vision_config=dict(**SIZE, **IMAGE),
-        projection_dim=16,
-    ),
-    "detr": entry(
-        "DetrModel",
-        "image",
-        use_timm_backbone=False,
-        use_pretrained_backbone=False,
-        backbone=None,
-        num_queries=5,
-        backbone_config=dict(
-            model_type="resnet",
-            embedding_size=8,
-            hidden_sizes=[8, 16],
-            depths=[1, 1],
-            out_features=["stage2"],
-        ),
-        **{
-            name: value
-            for name, value in SEQ2SEQ.items()
-            if name not in VOCAB and "token" not in name
-        },
-    ),
-    "vit_mae": entry(
-        "ViTMAEModel",
-        "image",
-        **SIZE,
-        **IMAGE,
-        decoder_num_attention_heads=4,
-        decoder_hidden_size=16,
-    ),
-    "timesformer": entry("TimesformerModel", "video", **SIZE, **IMAGE, num_frames=2),
-}
-
 # Keys of configurations; each class takes those that it knows.
 SMALL = dict(
     vocab_size=50,
@@ -284,6 +87,99 @@ SMALL = dict(
     decoder_hidden_size=16,
     use_cache=False,
 )
+
+TWELVE = dict(num_hidden_layers=12)
+OPT = dict(num_hidden_layers=12, word_embed_proj_dim=32, max_position_embeddings=16)
+SWIN = dict(embed_dim=16, depths=[2, 2], num_heads=[2, 2], num_attention_heads=[2, 2], patch_size=2)
+
+# name -> (class, kind of input, keys besides SMALL)
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Model", "ids", TWELVE),
+    "gpt2_lm": ("GPT2LMHeadModel", "ids", TWELVE),
+    "bert": ("BertModel", "both", TWELVE),
+    "vit": ("ViTModel", "image", TWELVE),
+    "phi": ("PhiModel", "ids", dict(num_hidden_layers=24, num_key_value_heads=4)),
+    "opt": ("OPTModel", "ids", OPT),
+    "opt_lm": ("OPTForCausalLM", "ids", OPT),
+    "bloom": ("BloomModel", "ids", {}),
+    "gpt_neox": ("GPTNeoXModel", "ids", {}),
+    "gptj": ("GPTJModel", "ids", dict(rotary_dim=4)),
+    "falcon": ("FalconModel", "ids", dict(num_kv_heads=2, new_decoder_architecture=True)),
+    "mpt": ("MptModel", "ids", dict(max_seq_len=16)),
+    "stablelm": ("StableLmModel", "ids", dict(qk_layernorm=True)),
+    "olmo": ("OlmoModel", "ids", {}),
+    "xglm": ("XGLMModel", "ids", dict(attention_heads=4)),
+    "albert": ("AlbertModel", "both", dict(embedding_size=16)),
+    "deberta_v2": (
+        "DebertaV2Model",
+        "both",
+        dict(relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    ),
+    "fnet": ("FNetModel", "tokens", {}),
+    "rwkv": ("RwkvModel", "ids", dict(attention_hidden_size=32)),
+    "bart": ("BartModel", "seq2seq", {}),
+    "mbart": ("MBartModel", "seq2seq", {}),
+    "whisper": (
+        "WhisperModel",
+        "speech",
+        dict(num_key_value_heads=4, max_source_positions=10, max_target_positions=16),
+    ),
+    "wav2vec2": (
+        "Wav2Vec2Model",
+        "wave",
+        dict(do_stable_layer_norm=True, feat_extract_norm="layer"),
+    ),
+    "hubert": ("HubertModel", "wave", {}),
+    "ast": (
+        "ASTModel",
+        "spectrum",
+        dict(patch_size=4, frequency_stride=4, time_stride=4, max_length=16),
+    ),
+    "beit": ("BeitForImageClassification", "image", dict(use_relative_position_bias=True)),
+    "dinov2": ("Dinov2Model", "image", dict(mlp_ratio=2)),
+    "swin": ("SwinModel", "image", SWIN | dict(window_size=2)),
+    "swinv2": ("Swinv2Model", "image", SWIN | dict(window_size=4)),
+    "convnext": (
+        "ConvNextModel",
+        "image",
+        dict(hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, patch_size=2),
+    ),
+    "segformer": (
+        "SegformerModel",
+        "image",
+        dict(
+            num_encoder_blocks=2,
+            depths=[2, 2],
+            sr_ratios=[2, 1],
+            hidden_sizes=[16, 32],
+            patch_sizes=[7, 3],
+            strides=[2, 2],
+            num_attention_heads=[2, 4],
+            mlp_ratios=[2, 2],
+        ),
+    ),
+    "siglip": ("SiglipVisionModel", "image", {}),
+    "clip": ("CLIPModel", "pair", dict(text_config=SMALL, vision_config=SMALL)),
+    "detr": (
+        "DetrModel",
+        "image",
+        dict(
+            use_timm_backbone=False,
+            use_pretrained_backbone=False,
+            backbone=None,
+            num_queries=5,
+            backbone_config=dict(
+                model_type="resnet",
+                embedding_size=8,
+                hidden_sizes=[8, 16],
+                depths=[1, 1],
+                out_features=["stage2"],
+            ),
+        ),
+    ),
+    "vit_mae": ("ViTMAEModel", "image", dict(decoder_num_attention_heads=4)),
+    "timesformer": ("TimesformerModel", "video", dict(num_frames=2)),
+}
 
 # Four stages of growing width
 FOUR_STAGES = dict(
@@ -481,15 +377,11 @@ def build(name: str) -> tuple[nn.Module, Inputs]:
 def transformers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """Build a model of transformers, of MODELS or TRANSFORMERS; return it and its inputs."""
     hf.logging.set_verbosity_error()
-    if name in MODELS:
-        class_name, config, kind = MODELS[name]
-    else:
-        class_name, (kind, config) = name, TRANSFORMERS[name]
+    class_name, kind, config = MODELS.get(name) or (name, *TRANSFORMERS[name])
     model_class = getattr(hf, class_name)
-    if name in TRANSFORMERS:
-        known = model_class.config_class.__dataclass_fields__.keys()
-        known |= model_class.config_class.attribute_map.keys()
-        config = {name: value for name, value in SMALL.items() if name in known} | config
+    known = model_class.config_class.__dataclass_fields__.keys()
+    known |= model_class.config_class.attribute_map.keys()
+    config = {name: value for name, value in SMALL.items() if name in known} | config
     if isinstance(config.get("backbone_config"), dict):
         backbone = hf.AutoConfig.for_model(**config["backbone_config"])
         config = {**config, "backbone_config": backbone}

@@ -35,14 +35,14 @@ EXPECTED = {
     "clip": ((11, 6, 6, 6, 0), (6, 0)),  # the picture's last states are an output
 }
 # their blocks are those of opt
-SHALLOW = {"gpt2_lm": {"n_layer": 2}}
+SHALLOW = {"gpt2_lm": {"num_hidden_layers": 2}}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_architecture(name, monkeypatch):
     counts, done = EXPECTED[name]
-    family, config, kind = MODELS[name]
-    monkeypatch.setitem(MODELS, name, (family, {**config, **SHALLOW.get(name, {})}, kind))
+    family, kind, config = MODELS[name]
+    monkeypatch.setitem(MODELS, name, (family, kind, {**config, **SHALLOW.get(name, {})}))
     model, inputs = build(name)
     model, inputs = (
         model.float(),
