@@ -113,7 +113,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deberta_v2": (
         "DebertaV2Model",
         "both",
-        dict(relative_attention=True, pos_att_type=["p2c", "c2p"]),
+        dict(type_vocab_size=0, relative_attention=True, pos_att_type=["p2c", "c2p"]),
     ),
     "fnet": ("FNetModel", "tokens", {}),
     "rwkv": ("RwkvModel", "ids", dict(attention_hidden_size=32)),
