@@ -189,49 +189,49 @@ FOUR_STAGES = dict(
     num_attention_heads=[1, 2, 2, 4],
 )
 
-# class -> (kind of input, keys besides SMALL); MODELS has others
+# kind of input -> classes that need no keys besides SMALL; MODELS has others
+PLAIN = {
+    "tokens": """
+        BertGenerationEncoder BioGptModel CamembertModel CanineModel CLIPTextModel CohereModel
+        Cohere2Model ConvBertModel CpmAntModel CTRLModel Data2VecTextModel DistilBertModel
+        ElectraModel ErnieModel FlaubertModel GPTBigCodeModel GPTNeoXJapaneseModel IBertModel
+        LayoutLMModel MarkupLMModel MegatronBertModel MPNetModel MraModel NomicBertModel
+        OpenAIGPTModel PersimmonModel PhimoeModel RobertaModel RobertaPreLayerNormModel
+        RoFormerModel SplinterModel Starcoder2Model VisualBertModel XLMModel XLMRobertaModel
+        XLMRobertaXLModel
+    """,
+    "seq2seq": """
+        BlenderbotModel BlenderbotSmallModel M2M100Model MarianModel MvpModel NllbMoeModel
+        PegasusModel PLBartModel
+    """,
+    "image": """
+        ChineseCLIPVisionModel CLIPVisionModel ConditionalDetrModel Data2VecVisionModel DeiTModel
+        DINOv3ViTModel IJepaModel ViTMSNModel VitDetModel ViTForImageClassification
+    """,
+    "wave": """
+        Data2VecAudioModel UniSpeechModel UniSpeechSatModel WavLMModel
+    """,
+}
+
+# class -> (kind of input, keys besides SMALL)
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "BertGenerationEncoder": ("tokens", {}),
+    name: (kind, {}) for kind, names in PLAIN.items() for name in names.split()
+} | {
     "BigBirdModel": ("tokens", dict(attention_type="original_full")),
     "BigBirdPegasusModel": ("seq2seq", dict(attention_type="original_full")),
-    "BioGptModel": ("tokens", {}),
-    "BlenderbotModel": ("seq2seq", {}),
-    "BlenderbotSmallModel": ("seq2seq", {}),
-    "CamembertModel": ("tokens", {}),
-    "CanineModel": ("tokens", {}),
-    "ChineseCLIPVisionModel": ("image", {}),
-    "CLIPTextModel": ("tokens", {}),
-    "CLIPVisionModel": ("image", {}),
     "CodeGenModel": ("tokens", dict(rotary_dim=4)),
-    "CohereModel": ("tokens", {}),
-    "Cohere2Model": ("tokens", {}),
-    "ConditionalDetrModel": ("image", {}),
-    "ConvBertModel": ("tokens", {}),
     "ConvNextV2Model": ("image", dict(hidden_sizes=[16, 32], depths=[2, 2], num_stages=2)),
-    "CpmAntModel": ("tokens", {}),
-    "CTRLModel": ("tokens", {}),
-    "Data2VecAudioModel": ("wave", {}),
-    "Data2VecTextModel": ("tokens", {}),
-    "Data2VecVisionModel": ("image", {}),
     "DebertaModel": ("tokens", dict(relative_attention=True, pos_att_type=["p2c", "c2p"])),
-    "DeiTModel": ("image", {}),
     "Dinov2WithRegistersModel": ("image", dict(mlp_ratio=2)),
-    "DINOv3ViTModel": ("image", {}),
     "DINOv3ConvNextModel": ("picture", dict(hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1])),
-    "DistilBertModel": ("tokens", {}),
     "DPTModel": ("image", dict(backbone_out_indices=[0, 1, 1, 1], neck_hidden_sizes=[8] * 4)),
-    "ElectraModel": ("tokens", {}),
-    "ErnieModel": ("tokens", {}),
     "EsmModel": ("tokens", dict(position_embedding_type="rotary", mask_token_id=3)),
-    "FlaubertModel": ("tokens", {}),
     "FocalNetModel": ("picture", dict(embed_dim=16, depths=[1, 1, 1, 1], patch_size=4)),
     "FunnelModel": ("tokens", dict(block_sizes=[1, 1], d_head=8, d_inner=64, n_head=4)),
-    "GPTBigCodeModel": ("tokens", {}),
     "GPTNeoModel": (
         "tokens",
         dict(attention_types=[[["global", "local"], 1]], window_size=4),
     ),
-    "GPTNeoXJapaneseModel": ("tokens", {}),
     "HieraModel": (
         "picture",
         dict(
@@ -242,33 +242,16 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
             num_heads=[1, 2, 4, 8],
         ),
     ),
-    "IBertModel": ("tokens", {}),
-    "IJepaModel": ("image", {}),
     "ImageGPTModel": ("tokens", dict(vocab_size=50)),
-    "LayoutLMModel": ("tokens", {}),
     "LEDModel": ("seq2seq", dict(attention_window=4)),
     "LiltModel": ("tokens", dict(hidden_size=48, channel_shrink_ratio=2)),
     "LongformerModel": ("tokens", dict(attention_window=4)),
     "LukeModel": ("tokens", dict(entity_vocab_size=10, entity_emb_size=16)),
-    "M2M100Model": ("seq2seq", {}),
-    "MarianModel": ("seq2seq", {}),
-    "MarkupLMModel": ("tokens", {}),
-    "MegatronBertModel": ("tokens", {}),
     "MobileViTModel": ("picture", dict(hidden_sizes=[16, 16, 32], image_size=64, patch_size=2)),
     "ModernBertModel": ("tokens", dict(global_attn_every_n_layers=2, local_attention=4)),
-    "MPNetModel": ("tokens", {}),
-    "MraModel": ("tokens", {}),
-    "MvpModel": ("seq2seq", {}),
-    "NllbMoeModel": ("seq2seq", {}),
-    "NomicBertModel": ("tokens", {}),
     "NystromformerModel": ("tokens", dict(num_landmarks=7, segment_means_seq_len=7)),
-    "OpenAIGPTModel": ("tokens", {}),
     "PatchTSTModel": ("series", dict(context_length=32, patch_length=8, norm_type="layernorm")),
-    "PegasusModel": ("seq2seq", {}),
     "PegasusXModel": ("seq2seq", dict(block_size=4, num_global_tokens=2)),
-    "PersimmonModel": ("tokens", {}),
-    "PhimoeModel": ("tokens", {}),
-    "PLBartModel": ("seq2seq", {}),
     "PvtModel": ("picture", FOUR_STAGES),
     "PvtV2Model": ("picture", FOUR_STAGES),
     "ReformerModel": (
@@ -283,29 +266,14 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "RemBertModel": ("tokens", dict(input_embedding_size=16)),
-    "RobertaModel": ("tokens", {}),
-    "RobertaPreLayerNormModel": ("tokens", {}),
     "RoCBertModel": ("tokens", dict(enable_pronunciation=False, enable_shape=False)),
-    "RoFormerModel": ("tokens", {}),
     "SEWModel": ("wave", dict(squeeze_factor=2)),
-    "SplinterModel": ("tokens", {}),
     "SqueezeBertModel": (
         "tokens",
         dict(q_groups=2, k_groups=2, v_groups=2, post_attention_groups=1),
     ),
-    "Starcoder2Model": ("tokens", {}),
-    "UniSpeechModel": ("wave", {}),
-    "UniSpeechSatModel": ("wave", {}),
     "VideoMAEModel": ("video", dict(num_frames=2)),
-    "VisualBertModel": ("tokens", {}),
-    "ViTMSNModel": ("image", {}),
-    "VitDetModel": ("image", {}),
-    "ViTForImageClassification": ("image", {}),
     "VivitModel": ("video", dict(num_frames=2, tubelet_size=[1, 8, 8])),
-    "WavLMModel": ("wave", {}),
-    "XLMModel": ("tokens", {}),
-    "XLMRobertaModel": ("tokens", {}),
-    "XLMRobertaXLModel": ("tokens", {}),
     "XLNetModel": ("tokens", dict(d_inner=64)),
     "XmodModel": ("tokens", dict(languages=["en"], default_language="en")),
     "YolosModel": ("image", dict(image_size=[16, 16], num_detection_tokens=3)),
