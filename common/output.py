@@ -150,6 +150,13 @@ def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
             file.write(chunk)
 
 
+def append_json(path: Path, record: dict[str, Any]) -> None:
+    """Append one line to the file that the key `out` names, atomically. Raises UserError."""
+    with writing(path.parent):
+        before = path.read_bytes() if path.exists() else b""
+        write_bytes_atomically(path, before, json.dumps(record).encode() + b"\n")
+
+
 def markdown(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """Return a table's lines, without a newline at the end."""
     header = list(header)
