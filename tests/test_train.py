@@ -3,6 +3,7 @@
 python -m pytest tests/test_train.py
 """
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -353,14 +354,17 @@ def test_resume_from_a_path(launch, train_ok, tiny_data, tmp_path):
 def test_resume_takes_new_settings_and_refuses_a_taper_backwards(
     launch, train_ok, tiny_data, tmp_path
 ):
-    words = (*TINY, "--norm_type=taper", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
-    train_ok(*words)  # its schedule is in shares of max_iters
-    before = contents(tmp_path)
-    job = launch(*words, "--max_iters=80")
+    run, same = tmp_path / "run", tmp_path / "same"
+    words = (*TINY, "--norm_type=taper", f"--data_dir={tiny_data}")
+    train_ok(*words, f"--out_dir={run}")  # its schedule is in shares of max_iters
+    before = contents(run)
+    job = launch(*words, f"--out_dir={run}", "--max_iters=80")
     assert job.wait() == [2] and "backwards" in job.text() and "keep max_iters" in job.text()
-    assert before == contents(tmp_path)
-    train_ok(*words, "--learning_rate=2e-2", "--lr_schedule=constant", "--max_iters=42")
-    assert steps_of(tmp_path)[-1]["lr"] == 2e-2
+    assert before == contents(run)
+    shutil.copytree(run, same)
+    for folder, decay in ((run, 0.2), (same, 0.1)):
+        train_ok(*words, f"--weight_decay={decay}", "--max_iters=42", f"--out_dir={folder}")
+    assert not same_weights(run, same)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
