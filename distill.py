@@ -299,8 +299,11 @@ class Distillation(Objective):
         if is_wanted is None:
             is_wanted = student.meta.get("tokenizer") == "hf"
         if is_wanted:
-            shutil.rmtree(folder / "hf", ignore_errors=True)  # of a shorter run
-            weights.export_hf(student, folder / "hf")
+            new = folder / "hf.new"
+            shutil.rmtree(new, ignore_errors=True)  # of a run that was killed below
+            weights.export_hf(student, new)
+            shutil.rmtree(folder / "hf", ignore_errors=True)
+            new.rename(folder / "hf")
         summary = {
             **found,
             "norm_plan": self.plan,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, ConfigError
 from common.hub import model_folder, read_config
 from common.output import check_apart
 from configurator import Overrides
@@ -121,7 +121,12 @@ def take_shape(given: Overrides) -> None:
     check_apart(spec, out_dir)
     begun = out_dir / "config.json"
     if begun.exists():
-        source = model_config(json.loads(begun.read_bytes()), begun)
+        try:
+            source = model_config(dict(json.loads(begun.read_bytes())), begun)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"out_dir: {begun} is damaged ({error}): remove it, or choose another out_dir"
+            ) from None
     else:
         source = load_config(spec)
     names = {*SAME_FUNCTION, *SHAPE}

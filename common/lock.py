@@ -1,19 +1,19 @@
 """One process at a time in a folder.
 
 Where the file system has locks, the kernel frees one when its process ends, however it ends.
-Elsewhere a file names the owner, a process that touches it every BEAT seconds (filelock's lease).
-Another one that has seen no sign of life for STALE seconds, by its own clock, takes the folder
-over. An owner that only stood still finds another name in the file before its next checkpoint, and
-stops.
+Elsewhere a file names the owner, a process that touches it every BEAT seconds. Another one that has
+seen no sign of life for STALE seconds, by its own clock, takes the folder over by a rename. An
+owner that only stood still finds another name in the file before its next checkpoint, and stops.
 """
 
 import errno
 import fcntl
+import os
+import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
-
-from filelock import SoftFileLease, Timeout
 
 from common.errors import UserError, cannot_write
 
@@ -53,9 +53,10 @@ class FolderLock:
     ):
         self.folder = folder
         self.file = None
-        self.lease = SoftFileLease(
-            folder / "lock.owner", lease_duration=STALE, heartbeat_interval=BEAT
-        )
+        self.owner = folder / "lock.owner"
+        self.token = ""  # our name in that file; "" where there are locks
+        self.seen: tuple[str, int] | None = None  # its latest state, seen first at self.since
+        self.ended = threading.Event()
         if not active:
             return
         try:
@@ -89,16 +90,47 @@ class FolderLock:
                     f"{self.folder} cannot be locked ({error.strerror}): put that right, or choose "
                     "another folder"
                 ) from None
-            try:
-                self.lease.acquire(blocking=False)
-            except Timeout:
-                return False
+            return self._try_by_name()
         return True
+
+    def _try_by_name(self) -> bool:
+        """Try to become the owner without a lock. Returns whether the folder is ours now."""
+        self.token = uuid.uuid4().hex
+        try:
+            with open(self.owner, "x") as file:
+                file.write(self.token)
+        except FileExistsError:
+            seen = self._look()
+            if seen != self.seen:
+                self.seen, self.since = seen, time.monotonic()
+            if time.monotonic() - self.since < STALE:
+                return False
+            new = self.owner.with_suffix(f".{self.token}")
+            new.write_text(self.token)
+            os.replace(new, self.owner)
+            time.sleep(POLL)  # of two that take it over at once, the later one has it
+            if self._look()[0] != self.token:
+                return False
+        threading.Thread(target=self._beat, daemon=True).start()
+        return True
+
+    def _look(self) -> tuple[str, int]:
+        """Return the owner's name and the time of its last sign of life."""
+        try:
+            # Opened, a file of a network has its present state.
+            with open(self.owner) as file:
+                return file.read(), os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return "", 0
+
+    def _beat(self) -> None:
+        """Give signs of life until the end."""
+        while not self.ended.wait(BEAT) and self._look()[0] == self.token:
+            os.utime(self.owner)
 
     def check(self) -> None:
         """Raise UserError if another process has taken the folder over."""
-        owner = self.lease.owner
-        if self.lease.token and (owner is None or owner.token != self.lease.token):
+        if self.token and self._look()[0] != self.token:
             raise UserError(
                 f"{self.folder}: this process stood still for more than {STALE:.0f} s, and another "
                 "one works there now: nothing more is written"
@@ -112,6 +144,8 @@ class FolderLock:
 
     def release(self) -> None:
         """Let others in."""
-        self.lease.release()
+        self.ended.set()
+        if self.token and self._look()[0] == self.token:
+            self.owner.unlink()
         if self.file is not None:
             self.file.close()

@@ -281,6 +281,9 @@ class Decoder:
         tuned: that with gpt-fast's options. Kernels, inductor's and ours, also begin while the one
             before ends, where the device can (kernels/decode/overlap.py).
         graph: the step is captured in a CUDA graph; None: if it is on a CUDA device.
+
+    Raises:
+        ValueError: `length` is beyond the model's block_size.
     """
 
     def __init__(
@@ -295,6 +298,11 @@ class Decoder:
     ):
         config = packed.config
         device = packed.wte.device
+        if length > config.block_size:  # a kernel would read beyond the tables of positions
+            raise ValueError(
+                f"length={length} is beyond the model's block_size={config.block_size}: "
+                "make it shorter"
+            )
         self.packed = packed
         self.length = length
         self.ops = ops or best_ops(packed, batch, compiled, tuned)

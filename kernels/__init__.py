@@ -103,6 +103,8 @@ def check(given: Inputs) -> None:
         raise UserError(
             f"groups={given.groups} for {channels[0]} channels: give a number that divides them"
         )
+    if given.kind in reference.GATED and channels[0] % 2:
+        raise UserError(f"{given.kind} of {channels[0]} channels: gate and up are equally many")
     in_group = channels[0] // given.groups  # C / G
     if given.counted is not None and not 1 <= given.counted <= in_group:
         raise UserError(

@@ -61,7 +61,7 @@ class TableConfig:
     """Keys of fold_table.py."""
 
     study: str = key("zoo", "which models", tuple(STUDIES))
-    out: str = key("results/fold", "folder for the JSONL file and the page")
+    out: str = key("out/fold", "folder for the JSONL file and the page")
     seconds: int = key(300, "limit of a model's time", least=1)
     gigabytes: int = key(12, "limit of a model's address space", least=1)
 

@@ -503,6 +503,11 @@ def load_weights(
             raise CheckpointError(
                 f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here"
             )
+        if name in own and own[name].is_floating_point() != tensor.is_floating_point():
+            raise CheckpointError(
+                f"{path}: {name} is {tensor.dtype} there, {own[name].dtype} here: "
+                "use another checkpoint"
+            )
     missing, unexpected = model.load_state_dict(weights, strict=False)
     for name in sorted({*missing, *unexpected}):
         if free and re.fullmatch(free, name):

@@ -145,18 +145,24 @@ class Evaluator:
         Args:
             model: not compiled: a compiled one ignores hooks that are registered later.
         """
-        # One batch of windows (B, T), or a few less, spread evenly over the text: neighbouring ones
-        # are of one document, and would only tell how well the model predicts that one.
-        indices = [index for batch in self.batches for index in batch]
-        stride = math.ceil(len(indices) / len(self.batches[0]))
-        x, y = self.blocks.batch(indices[::stride])
-        x = x.to(self.ranks.device)
-        y = y.to(self.ranks.device)
+        x, y = self.spread_windows()
         with self.autocast():
             stats = measure(model, x, y)
             logit = largest_attention_logit(model, x)
         log.event("rms", step=step, **stats.record())
         log.event("stability", step=step, attention_logit=logit, **stability.record())
+
+    def spread_windows(self) -> tuple[Tensor, Tensor]:
+        """Return one batch of windows and their targets (B, T), spread evenly over the text.
+
+        Neighbouring windows are of one document, and would only tell how well the model predicts
+        that one.
+        """
+        indices = [index for batch in self.batches for index in batch]
+        # As many windows as a batch has, or a few less.
+        stride = math.ceil(len(indices) / len(self.batches[0]))
+        x, y = self.blocks.batch(indices[::stride])  # (B, T) each
+        return x.to(self.ranks.device), y.to(self.ranks.device)
 
     def log_split_loss(self, model: GPT, log: RunLog, step: int) -> None:
         """Measure the loss over the whole val split, document by document, and log it."""

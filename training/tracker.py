@@ -3,7 +3,9 @@
 Each is a package of its own, imported only where it is asked for.
 """
 
+import contextlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,39 @@ class _TensorBoard:
 
     def log(self, values: dict[str, Any], step: int) -> None:
         for name, value in values.items():
-            if isinstance(value, int | float):  # a list is no curve
+            if isinstance(value, (int, float)):  # a list is no curve
                 self.writer.add_scalar(name, value, step)
 
     def finish(self) -> None:
         self.writer.close()
+
+
+class _Trackio:
+    """A run of Trackio, whose messages go to stderr: a program's output may end with JSON."""
+
+    def __init__(self, config: dict[str, Any], name: str, resume_step: int | None):
+        import trackio
+
+        self.trackio = trackio
+        with contextlib.redirect_stdout(sys.stderr):
+            self.run = trackio.init(
+                project=config["tracker_project"],
+                name=name.lstrip("-"),  # `trackio get --run` takes it
+                config=config,
+                resume="never" if resume_step is None else "allow",
+                embed=False,
+                # Its threads would take time from a run whose speed is measured.
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.run.log(values, step=step)
+
+    def finish(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            # Not run.finish(), after which Trackio finishes it, and prints, when Python ends.
+            self.trackio.finish()
 
 
 def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
@@ -61,31 +91,24 @@ def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
         if tracker == "tensorboard":
             return _TensorBoard(out_dir / "tensorboard", resume_step)
         if tracker == "trackio":
-            import trackio
-
-            return trackio.init(
-                project=config["tracker_project"],
-                name=name.lstrip("-"),  # `trackio get --run` takes it
-                config=config,
-                resume="never" if resume_step is None else "allow",
-                embed=False,
-                # Its threads would take time from a run whose speed is measured.
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-        import wandb
-
-        return wandb.init(
-            project=config["tracker_project"],
-            name=out_dir.name,
-            config=config,
-            dir=config["out_dir"],
-            resume="allow",
-            id=name,
-        )
+            return _Trackio(config, name, resume_step)
+        return _start_wandb(config, name)
     except Exception as error:  # whatever its network, its database and the disk raise
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
             f"{tracker} cannot start ({reason}): pip install {tracker}, put right what it says, or "
             "leave the tracker off"
         ) from None
+
+
+def _start_wandb(config: dict[str, Any], name: str) -> Any:
+    import wandb
+
+    return wandb.init(
+        project=config["tracker_project"],
+        name=Path(config["out_dir"]).name,
+        config=config,
+        dir=config["out_dir"],
+        resume="allow",
+        id=name,
+    )

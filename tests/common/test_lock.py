@@ -1,9 +1,10 @@
-"""common/lock.py on a file system without locks: owners that live, and one that stood still.
+"""common/lock.py on a file system without locks: owners that live, stand still, or come together.
 
 python -m pytest tests/common/test_lock.py
 """
 
 import errno
+import threading
 
 import pytest
 
@@ -35,10 +36,36 @@ def test_an_owner_that_lives_keeps_others_out(tmp_path):
 
 def test_an_owner_that_stood_still_writes_nothing_more(tmp_path):
     first = FolderLock(tmp_path)
-    first.lease._stop_heartbeat()  # gives no sign of life any more
+    first.ended.set()  # gives no sign of life any more
     with FolderLock(tmp_path) as second:
         second.check()
         with pytest.raises(UserError, match="another one works there now"):
             first.check()
         first.release()
         second.check()  # what the first one does at its end changes nothing
+
+
+def test_one_of_two_that_take_it_over_at_once_has_it(tmp_path):
+    FolderLock(tmp_path).ended.set()
+    found = []
+
+    def take() -> None:
+        try:
+            found.append(FolderLock(tmp_path))
+        except UserError as error:
+            assert "another process is working there" in str(error)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    owners = []
+    for each in found:
+        try:
+            each.check()
+        except UserError:
+            continue
+        owners.append(each)
+    assert len(owners) == 1
+    owners[0].release()
