@@ -17,7 +17,7 @@ block are a mean over all of them.
 The bytes are the same for all arms and norms but GatedNorm, which has matrices of its own: every
 matrix once, and the keys and values up to the context. This is a model, not a measurement: its
 first term is a lower bound, and it has neither the ramp-up of each kernel's loads nor the drain at
-its end. Figures that others have measured stand beside it in docs/decode.md.
+its end. So figures that others have measured stand beside it (MEASURED), where there are any.
 
 A norm counts as one launch, because it works on rows: in a compiled step it is one, and our kernels
 for RMSNorm and LayerNorm are. Where the norms of a fused step are called directly, on a GPU,
@@ -45,6 +45,15 @@ LAUNCHES = (
     *("matmul", "matmul_add", "activation", "project"),
 )
 PRODUCTS = {"mm", "addmm", "bmm"}  # operations of ATen
+# (model, batch) -> ms/token that others have published of a step in bfloat16
+MEASURED = {
+    ("random:llama3.2-1b", 1): {
+        "H200, CUDA graph and dependent launches": 0.795,
+        "H200, Hazy's megakernel": 0.760,
+        "H100, CUDA graph and dependent launches": 0.980,
+        "H100, Hazy's megakernel": 0.973,
+    }
+}
 FREE = {"empty", "empty_like", "detach", "_unsafe_view", "lift_fresh"}  # of ATen: no kernel runs
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from common import output
 from common.output import markdown
+from decode.ledger import MEASURED
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
 ENDS = (
@@ -189,6 +190,11 @@ def ledgers(every: list[dict[str, Any]]) -> str:
     ]
     rows = [[name, *(ledger_cell(one, name) for one in every)] for name in names]
     lines.append(markdown(["arm", *heads], rows))
+    for one in every:
+        found = MEASURED.get((one["model"], one["batch"]), {})
+        figures = ", ".join(f"{name} {ms:.3f}" for name, ms in found.items())
+        if found:
+            lines += ["", f"Measured by others, {one['model']}, ms/token: {figures}."]
     return "\n".join(lines) + "\n"
 
 
