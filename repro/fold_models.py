@@ -311,7 +311,7 @@ TORCHVISION = """
 """
 
 ZOO = [
-    *(f"transformers/{name}" for name in (*TRANSFORMERS, *MODELS)),
+    *(f"transformers/{name}" for name in (*sorted(TRANSFORMERS, key=str.lower), *MODELS)),
     *(f"timm/{name}" for name in TIMM.split()),
     *(f"torchvision/{name}" for name in TORCHVISION.split()),
 ]
