@@ -4,7 +4,6 @@ A spec is a run folder (its best checkpoint) or a checkpoint file, of nanoGPT to
 folder or hub name (owner/name), or `random:` and a published shape (hf/config.py).
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError
 from common.hub import model_folder, read_config
-from common.output import check_apart
+from common.output import check_apart, parse_json
 from configurator import Overrides
 from hf.config import gpt_config, random_model, shape_config
 from hf.weights import load_hf
@@ -122,7 +121,7 @@ def take_shape(given: Overrides) -> None:
     begun = out_dir / "config.json"
     if begun.exists():
         try:
-            source = model_config(dict(json.loads(begun.read_bytes())), begun)
+            source = model_config(dict(parse_json(begun.read_bytes())), begun)
         except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"out_dir: {begun} is damaged ({error}): remove it, or choose another out_dir"

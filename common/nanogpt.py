@@ -1,10 +1,10 @@
 """nanoGPT's keys, and what they are called here. Its checkpoints: training/nanogpt.py."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.output import parse_json
 
 MODEL = "the model"  # stands for the argument that names it
 # Both checkpoints are kept, a tracker's run has its folder's name, the device decides.
@@ -58,7 +58,7 @@ def start_of(run: Path) -> str:
     """Return the `init_from` with which a run has started; empty where there is none."""
     file = run / "config.json"
     try:
-        return json.loads(file.read_bytes())["init_from"] if file.exists() else ""
+        return parse_json(file.read_bytes())["init_from"] if file.exists() else ""
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{file} is damaged: give --resume={run / 'ckpt_last.pt'}") from None
 
