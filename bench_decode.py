@@ -71,10 +71,8 @@ class DecodeBenchConfig:
         "arms, by letter or name, separated by commas (auto: A,B,C,D; O,P for a model whose layout "
         "is not plain pre-norm)",
     )
-    batch: tuple[float, ...] | float = key(
-        1.0,
-        "sequences decoded at once; several sizes, separated by commas",
-        least=1,
+    batch: tuple[int, ...] = key(
+        (1,), "sequences decoded at once; several sizes, separated by commas", least=1
     )
     prompt_tokens: int = key(5, "length of the prompt, whose ids are arbitrary", least=1)
     tokens: int = key(128, "tokens to decode", least=2)
@@ -135,15 +133,10 @@ class DecodeBenchConfig:
     def __post_init__(self) -> None:
         if self.arms != AUTO:
             find_arms(self.arms)
-        if any(size < 1 or size % 1 for size in self.batches) or not self.batches:
-            raise ConfigError(f"batch={self.batch}: give whole numbers from 1 on")
+        if not self.batch:
+            raise ConfigError("batch: give one size or more")
         if self.trace and not self.out:
             raise ConfigError("trace: say where the traces go, --out=FOLDER")
-
-    @property
-    def batches(self) -> list[int]:
-        sizes = self.batch if isinstance(self.batch, tuple) else (self.batch,)
-        return [int(size) for size in sizes]
 
     def variants(
         self, arm: DecodeArm, level: str, device: torch.device
@@ -346,7 +339,7 @@ def run_ledger(config: DecodeBenchConfig, spec: str) -> list[dict[str, Any]]:
     """Print the ledger of each batch size, and return them."""
     # A count needs no weights, so the model has no memory.
     model = load(spec, torch.device("meta"), find_dtype(config.dtype, torch.device("cuda")))
-    found = [make_ledger(config, spec, model, batch) for batch in config.batches]
+    found = [make_ledger(config, spec, model, batch) for batch in config.batch]
     print(report.ledgers(found))
     if config.out:
         report.write_ledgers(Path(config.out), found)
@@ -374,14 +367,14 @@ def main(argv: list[str]) -> None:
     model = load(spec, device, find_dtype(config.dtype, device))
     if config.trace:
         prompt = prompt_of(config, model)
-        traces = [trace_arms(config, spec, model, prompt, batch) for batch in config.batches]
+        traces = [trace_arms(config, spec, model, prompt, batch) for batch in config.batch]
         print(json.dumps({"batches": traces}))
         return
     bandwidth = config.bandwidth or copy_bandwidth(device)
     records = []
-    for batch in config.batches:
+    for batch in config.batch:
         records.append(place | measure(config, spec, model, batch, bandwidth))
-        if batch == config.batches[0]:
+        if batch == config.batch[0]:
             print(report.card(records[0]))
         print(report.table(records[-1]), "\n", flush=True)
         if config.out:  # now, as a later batch size may fail

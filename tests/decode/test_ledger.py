@@ -233,7 +233,7 @@ def test_loose_work_is_counted():
 
 
 def test_ledger_of_the_program(capsys):
-    config = DecodeBenchConfig(arms="B,C", dtype="bfloat16", batch=(1.0, 64.0))
+    config = DecodeBenchConfig(arms="B,C", dtype="bfloat16", batch=(1, 64))
     one, many = run_ledger(config, "random:gpt2")
     assert one["floor_ms_per_token"] == pytest.approx(0.0581, rel=0.01)
     for row in one["arms"].values():
