@@ -184,6 +184,7 @@ repro/cbwc_training.sh
 repro/mygpt.sh
 repro/posthoc.sh FOLDER
 repro/init_std.sh
+repro/muon_rate.sh curve
 repro/rivals.sh W
 repro/span.sh
 repro/table1.sh cpu
