@@ -524,6 +524,8 @@ def main(argv: list[str]) -> None:
         shape, config.method, config.rank, tokens, low, config.checkpoint_activations
     )
     if int(os.environ.get("RANK", 0)) == 0:
+        if config.block_size > shape.block_size:
+            print(f"block_size: {shape.block_size}, the teacher's context")
         print(adapters.memory_line(parts), flush=True)
     if config.estimate:
         return

@@ -148,6 +148,14 @@ has_diverged() {
     grep -qE '"val_loss(_full)?": null'
 }
 
+# Print the warnings of run $1, called $2, that no run before it had.  They stand in its train.txt too.
+tell_warnings() {
+  local line
+  grep -as '^warning:' "$OUT/$1/train.txt" | while read -r line; do
+    tell "$(cksum <<<"$line")" "$2: $line" || true
+  done || true
+}
+
 # Have the sweep stop with code $1.
 stop_all() {
   echo "$1" >"$state/code"
@@ -181,6 +189,7 @@ train() {
   wait "$child" || status=$?
   child=
   [ "$status" != 75 ] || return 75
+  tell_warnings "$name" "$label"
   # torchrun prints its own report below the error of a rank, so the last line will not do.
   last=$(grep -as '^error:' "$run/train.txt" | tail -n 1) && [ "$status" != 0 ] ||
     last=$(tail -n 1 "$run/train.txt" 2>/dev/null)

@@ -167,10 +167,12 @@ def test_keys_with_blanks_and_two_processes(data, tmp_path):
     done.write_text(
         '{"event": "start", "config": {"norm_type": "layer"}}\n{"event": "end", "reason": "done"}\n'
     )
-    lines = finish(start(data, tmp_path / "out", ARMS=arms, SEEDS="1", NPROC="2"))
+    words = ["--warmup_iters=99"]
+    lines = finish(start(data, tmp_path / "out", *words, ARMS=arms, SEEDS="1", NPROC="2"))
     assert lines[0] == "[1/2] plain-1: done already"
     assert lines[-1].endswith("--baseline=plain")
-    assert "[2/2] coupled+norm_plan=Rs_Rs_R+coupled_alpha=1.5-1: done" in lines[1]
+    assert "[2/2] coupled+norm_plan=Rs_Rs_R+coupled_alpha=1.5-1: done" in lines[2]
+    assert "-1: warning: warm-up takes warmup_iters=99 of " in lines[1]
     [run] = [run for run in find_runs([tmp_path / "out"]) if run.config["norm_type"] == "coupled"]
     assert (
         run.arm == "coupled --norm_plan='Rs Rs R' --coupled_alpha=1.5"
