@@ -148,7 +148,7 @@ has_diverged() {
     grep -qE '"val_loss(_full)?": null'
 }
 
-# Print the warnings of run $1, called $2, that no run before it had.  They stand in its train.txt too.
+# Print the warnings of run $1, called $2, that no run before it had. They stay in its train.txt.
 tell_warnings() {
   local line
   grep -as '^warning:' "$OUT/$1/train.txt" | while read -r line; do
