@@ -20,6 +20,8 @@
 # - Reported: val_loss_full at the last step of Muon at RATE minus that of AdamW at 0.0044, paired by
 #   seed (500 to 503), mean and 95 % interval of four. No test. It is the card's "Muon for AdamW", if
 #   the best rate is an interior one. All runs on processors of one model.
+# - Amended on the same day, after the curve and before the first pair: sweep.sh refuses two arms of
+#   different optimisers, so `step` starts it for each. The curve has the hash of the text before.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 [ $# != 0 ] || { usage; exit 2; }
@@ -44,7 +46,9 @@ case $1 in
     done
     sweep curve "$arms" "100 101"
     ;;
-  step) sweep step "'rms --learning_rate=0.0044' 'rms --optimizer=muon --learning_rate=$2'" \
-    "500 501 502 503" ;;
+  step)
+    sweep step "'rms --learning_rate=0.0044'" "500 501 502 503"
+    sweep step "'rms --optimizer=muon --learning_rate=$2'" "500 501 502 503"
+    ;;
   *) echo "error: $1: give curve, or step and a rate" >&2; exit 2 ;;
 esac
