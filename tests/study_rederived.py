@@ -144,22 +144,28 @@ def both_shapes(bound: float) -> dict[str, float]:
     return adjusted(p_values, 4)
 
 
+def muon_for_adamw() -> np.ndarray:
+    """Return the loss of rms with AdamW minus that with Muon, by seed."""
+    adamw, muon = (
+        [losses("muon_rate/step", "rms", optimizer=name, seed=seed)[0] for seed in range(500, 504)]
+        for name in ("adamw", "muon")
+    )
+    return np.array(adamw) - np.array(muon)
+
+
 def worth() -> dict[str, float]:
     """Return what settings are worth to rms in W, nats."""
     by_std = {
         std: min(run["loss"] for run in runs("init_std/W") if run["init_std"] == std)
         for std in (0.02, 0.08)
     }
-    muon = [
-        loss for seed in range(500, 504) for loss in losses("which_norm/muon-W", "rms", seed=seed)
-    ]
     here, half, double = (
         np.mean(losses("which_norm/check-W", "rms", learning_rate=rate, init_std=0.08))
         for rate in (0.0044, 0.0022, 0.0088)
     )
     return {
         "initialisation": by_std[0.02] - by_std[0.08],
-        "Muon for AdamW": np.mean(losses("which_norm/verdict-W", "rms")) - np.mean(muon),
+        "Muon for AdamW": muon_for_adamw().mean(),
         "an octave of rate": (half + double) / 2 - here,
         "the best norm (peri)": -paired("which_norm/verdict-W", "peri", JUDGED).mean(),
     }

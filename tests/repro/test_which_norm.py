@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import study_rederived as anew
 from helpers import ROOT
+from statsmodels.stats.weightstats import DescrStatsW
 
 from repro import which_norm
 from repro.which_norm import CONDITIONS, MARKERS, Curve, Difference, put
@@ -24,6 +25,7 @@ KEPT = ROOT / "results/cpu/which_norm"
 PAGES = (KEPT / "README.md", ROOT / "docs/which_norm.md")
 # The texts of the plan that the runs were made under (repro/which_norm.toml says why)
 PLANS = {"b5f3fe1e0e4233f1", "911042c2528e5de6", "5a28a67e818937ff"}
+BEFORE_AMENDMENT = "3647e0779b03089e"  # the text of repro/muon_rate.sh, which says what changed
 
 
 def tables(page: Path) -> list[list[list[str]]]:
@@ -36,12 +38,19 @@ def tables(page: Path) -> list[list[list[str]]]:
 
 
 def test_the_declarations_are_those_of_the_runs():
-    for path, hashes in (("which_norm.toml", PLANS), ("layer_coupled.sh", {"a2318d73d7f6d2e1"})):
-        assert hashlib.sha256((ROOT / "repro" / path).read_bytes()).hexdigest()[:16] in hashes
+    def digest(name: str) -> str:
+        return hashlib.sha256((ROOT / "repro" / name).read_bytes()).hexdigest()[:16]
+
+    assert digest("which_norm.toml") in PLANS
+    of_layer_coupled, of_muon = digest("layer_coupled.sh"), digest("muon_rate.sh")
+    for stage, of_script in (("curve", BEFORE_AMENDMENT), ("step", of_muon)):
+        assert {run["study"] for run in anew.runs(f"muon_rate/{stage}")} == {
+            f"muon_rate {of_script}"
+        }
     for condition in CONDITIONS:
         places = {}
         for run in anew.runs(condition.archive):
-            assert run["study"].split()[-1] in PLANS | {"a2318d73d7f6d2e1"}
+            assert run["study"].split()[-1] in PLANS | {of_layer_coupled}
             place = (run["device"], run.get("processor"), run["git"])
             assert places.setdefault(run["seed"], place) == place  # what is compared ran alike
 
@@ -63,6 +72,10 @@ def test_every_rate_is_the_one_that_the_study_was_run_with():
     for shape, arms in recorded.items():
         for arm, found in arms.items():
             assert which_norm.curves(shape)[arm].chosen == found["rate"]
+    [curve] = which_norm.curves_of(which_norm.read("muon_rate/curve")).values()
+    with_muon = anew.of_arm("muon_rate/step", "rms", optimizer="muon")
+    assert min(curve.losses) < curve.best < max(curve.losses)
+    assert {run["learning_rate"] for run in with_muon} == {curve.chosen}
 
 
 def test_the_card_is_that_of_a_second_implementation():
@@ -87,12 +100,14 @@ def test_the_card_is_that_of_a_second_implementation():
     beside = anew.losses("which_norm/margin-D", "rms", max_iters=1000)
     beside += anew.losses("which_norm/check-D", "rms", learning_rate=0.0085, init_std=0.125)
     bad = sum(loss > usual + 0.03 for loss in beside)
+    nearer, farther = DescrStatsW(anew.muon_for_adamw()).tconfint_mean()
     settings = "; ".join(f"{name} {nats:.4f}" for name, nats in worth.items())
     for said in (
         f"Peri-LN, {100 * tokens:.0f} % of tokens",
         f"are worth {low:.0f} to {high:.0f} times more",
         f"{anew.margin('W'):.4f} nats in the wide shape, {anew.margin('D'):.4f} in the",
         f"than {mean:.4f} in either is borderline (p {p:.3f}; {stricter:.3f} at",
+        f"{worth['Muon for AdamW']:.4f} nats ({nearer:.4f} to {farther:.4f}, four seeds) below",
         f"{bad} of {len(beside)} `rms` runs",
         f"What settings are worth to `rms` in the wide shape, nats: {settings}.",
     ):
