@@ -103,7 +103,7 @@ def test_the_card_is_that_of_a_second_implementation():
     nearer, farther = DescrStatsW(anew.muon_for_adamw()).tconfint_mean()
     settings = "; ".join(f"{name} {nats:.4f}" for name, nats in worth.items())
     for said in (
-        f"Peri-LN, {100 * tokens:.0f} % of tokens",
+        f"(Peri-LN in the wide shape, worth {100 * tokens:.0f} % more tokens)",
         f"are worth {low:.0f} to {high:.0f} times more",
         f"{anew.margin('W'):.4f} nats in the wide shape, {anew.margin('D'):.4f} in the",
         f"than {mean:.4f} in either is borderline (p {p:.3f}; {stricter:.3f} at",
