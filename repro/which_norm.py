@@ -333,12 +333,6 @@ def rates_table(found: dict[str, Curve]) -> str:
 # --------------------------------------------------------------------- what else a setting is worth
 
 
-def rms_losses(name: str) -> list[float]:
-    """Return the losses of `rms` under the first condition of a column."""
-    condition = next(condition for condition in CONDITIONS if condition.name == name)
-    return list(losses_under(condition)[BASELINE].values())
-
-
 def by_settings(shape: str, arm: str) -> dict[tuple[float, float], list[float]]:
     """Return learning rate and init_std -> losses, of the stage that asks if they were right."""
     found: dict[tuple[float, float], list[float]] = {}
@@ -420,10 +414,11 @@ def notes() -> str:
         for losses in (rms_lengths("D")[1000], by_settings("D", BASELINE)[chosen_settings("D")])
         for loss in losses
     ]
-    usual = rms_losses(DEEP)
+    deep = next(condition for condition in CONDITIONS if condition.name == DEEP)
+    usual = np.mean(list(losses_under(deep)[BASELINE].values()))
     muon = muon_for_adamw()
     low, high = muon.interval()
-    bad = sum(loss > np.mean(usual) + 0.03 for loss in outside)
+    bad = sum(loss > usual + 0.03 for loss in outside)
     return (
         "Loss over the whole val split minus that of `rms`, nats a byte, paired by seed; 95 % "
         "intervals. **Better** and **worse** are paired t tests, each shape by itself, Holm over "

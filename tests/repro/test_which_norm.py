@@ -25,7 +25,9 @@ KEPT = ROOT / "results/cpu/which_norm"
 PAGES = (KEPT / "README.md", ROOT / "docs/which_norm.md")
 # The texts of the plan that the runs were made under (repro/which_norm.toml says why)
 PLANS = {"b5f3fe1e0e4233f1", "911042c2528e5de6", "5a28a67e818937ff"}
-BEFORE_AMENDMENT = "3647e0779b03089e"  # the text of repro/muon_rate.sh, which says what changed
+LAYER_COUPLED = "a2318d73d7f6d2e1"
+# stage -> text of repro/muon_rate.sh, which says what changed between them
+MUON_RATE = {"curve": "3647e0779b03089e", "step": "0096b06a38f919c6"}
 
 
 def tables(page: Path) -> list[list[list[str]]]:
@@ -38,19 +40,19 @@ def tables(page: Path) -> list[list[list[str]]]:
 
 
 def test_the_declarations_are_those_of_the_runs():
-    def digest(name: str) -> str:
-        return hashlib.sha256((ROOT / "repro" / name).read_bytes()).hexdigest()[:16]
-
-    assert digest("which_norm.toml") in PLANS
-    of_layer_coupled, of_muon = digest("layer_coupled.sh"), digest("muon_rate.sh")
-    for stage, of_script in (("curve", BEFORE_AMENDMENT), ("step", of_muon)):
-        assert {run["study"] for run in anew.runs(f"muon_rate/{stage}")} == {
-            f"muon_rate {of_script}"
-        }
+    declarations = {
+        "which_norm.toml": PLANS,
+        "layer_coupled.sh": {LAYER_COUPLED},
+        "muon_rate.sh": {MUON_RATE["step"]},
+    }
+    for name, hashes in declarations.items():
+        assert hashlib.sha256((ROOT / "repro" / name).read_bytes()).hexdigest()[:16] in hashes
+    for stage, text in MUON_RATE.items():
+        assert {run["study"] for run in anew.runs(f"muon_rate/{stage}")} == {f"muon_rate {text}"}
     for condition in CONDITIONS:
         places = {}
         for run in anew.runs(condition.archive):
-            assert run["study"].split()[-1] in PLANS | {of_layer_coupled}
+            assert run["study"].split()[-1] in PLANS | {LAYER_COUPLED}
             place = (run["device"], run.get("processor"), run["git"])
             assert places.setdefault(run["seed"], place) == place  # what is compared ran alike
 
