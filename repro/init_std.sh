@@ -7,12 +7,13 @@
 # Runs go to OUT (out/init_std), finished logs to RESULTS (results/cpu/init_std). A worker that is
 # killed loses one run at most.
 #
-# The declaration, of 2026-11-26, before the first run. Its SHA-256 is in every run, so nothing
-# here may change once a run exists.
+# The declaration, of 2026-11-26, before the first run; on the 27th float32 became bfloat16, when
+# the first two runs had shown that float32 takes half an hour a run at 384 (killed before an
+# evaluation). Its SHA-256 is in every run, so nothing here may change once a run exists.
 # - Question: initialisation is the largest effect measured here, and the best values at 128 and 64
 #   channels (0.08, 0.125) lie on this rule (0.077, 0.129), as does GPT-2's 0.02 at 768. Does it
 #   hold between?
-# - Runs: `rms`, seed 101, config/which_norm_cpu.py in float32. 256: 4 blocks, 8 heads, 2 M tokens.
+# - Runs: `rms`, seed 101, config/which_norm_cpu.py in bfloat16. 256: 4 blocks, 8 heads, 2 M tokens.
 #   384: nanoGPT's shakespeare_char, 6 blocks and heads, context 256, 2 M tokens of the same text.
 #   At each width the rule's value (0.0456, 0.0336), a 1.6th of it and 1.6 times it, each at three
 #   rates an octave apart; where the best rate of a value is at an end, one octave more.
@@ -32,7 +33,7 @@ sweep() {
   for rate in ${RATES:-$3}; do arms+=" 'rms --learning_rate=$rate'"; done
   shift 3
   ARMS=$arms OUT=$out/$width/$init_std KEEP=$results/$width-$init_std.tar.xz ./sweep.sh \
-    config/which_norm_cpu.py --n_embd=$width --init_std=$init_std --dtype=float32 "$@" \
+    config/which_norm_cpu.py --n_embd=$width --init_std=$init_std "$@" \
     --study="init_std $declaration"
 }
 
