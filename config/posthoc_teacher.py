@@ -30,6 +30,5 @@ dtype = "bfloat16"
 compile = False
 merge_micro_batches = 1
 
-eval_interval = 250
 eval_tokens = 49152
 sample_tokens = 200

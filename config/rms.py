@@ -7,7 +7,7 @@ Time: not run yet. At 107 k tokens/s for each A100, as nanoGPT's users report, 8
 Loss: not known yet.
 
 Only norm_type and the names differ from the other four configs of this size. What is not set here
-(12 blocks, 768 channels, batch, learning rates) is train.py's default.
+(12 blocks, 768 channels, batch, steps, learning rates) is train.py's default.
 
     python data/fineweb_edu/prepare.py
     torchrun --standalone --nproc_per_node=8 train.py config/rms.py
@@ -16,6 +16,4 @@ Only norm_type and the names differ from the other four configs of this size. Wh
 out_dir = "out/gpt2-124m-rms"
 norm_type = "rms"
 
-max_iters = 20345  # 10 B tokens in steps of 12 * 1024 * 40 = 491,520
-eval_interval = 250
 eval_tokens = 20 * 12 * 40 * 1024

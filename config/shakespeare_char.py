@@ -25,5 +25,4 @@ min_lr = 1e-4
 warmup_iters = 100
 beta2 = 0.99
 
-eval_interval = 250
 eval_tokens = 110000

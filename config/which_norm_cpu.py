@@ -18,7 +18,6 @@ min_lr = 0.0
 warmup_iters = 100
 decay_per_step = 3e-4  # learning_rate times weight_decay
 
-eval_interval = 250
 eval_tokens = 65536
 full_val = True
 sample_tokens = 0

@@ -49,4 +49,4 @@ bench nanogpt-small config/shakespeare_char.py --dropout=0 --vocab_size=65 $smal
 bench nanogpt-10m config/shakespeare_char.py --dropout=0 --vocab_size=65 --batch_size=12 \
   --compile=auto --nanogpt="$1" --arms="$arms" --rounds=12
 
-"$PYTHON" repro/bfloat16_table.py $results
+"$PYTHON" -m repro.bfloat16_table $results

@@ -1,15 +1,12 @@
 """Write what repro/bfloat16.sh measured as one page (a step of that script).
 
-    python repro/bfloat16_table.py RESULTS
+    python -m repro.bfloat16_table RESULTS
 
 Reads the archives and JSONL files in RESULTS, and writes RESULTS/README.md.
 """
 
 import json
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 

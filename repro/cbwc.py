@@ -3,7 +3,7 @@
     repro/cbwc_training.sh    appendix H.4.1: one trajectory of an MLP
     repro/cbwc_centering.sh   appendix F: what centring does to an MLP
     repro/cbwc_classify.sh    section 5.3: text classification with dropout
-    python repro/cbwc.py --study=classify --table --out=results/cpu/cbwc_classify
+    python -m repro.cbwc --study=classify --table --out=results/cpu/cbwc_classify
         the table again, from records.jsonl
 
 training: how far do V, the weights of the CBWC model, come from W, those of the LayerNorm model? A
@@ -26,7 +26,6 @@ Writes records.jsonl, README.md and pictures into --out.
 
 import json
 import re
-import sys
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -34,8 +33,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch

@@ -7,5 +7,5 @@
 #   repro/cbwc_centering.sh [--key=value ...]
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
-"$PYTHON" repro/cbwc.py --study=centering --width=128 --epochs=20 --plain_depths=6,15 \
+"$PYTHON" -m repro.cbwc --study=centering --width=128 --epochs=20 --plain_depths=6,15 \
   --residual_depths=40 --seeds=4 --out=results/cpu/cbwc_centering "$@"

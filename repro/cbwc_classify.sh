@@ -6,4 +6,4 @@
 #   repro/cbwc_classify.sh [--key=value ...]
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
-"$PYTHON" repro/cbwc.py --study=classify --out=results/cpu/cbwc_classify "$@"
+"$PYTHON" -m repro.cbwc --study=classify --out=results/cpu/cbwc_classify "$@"

@@ -6,4 +6,4 @@
 #   repro/cbwc_table3.sh [--key=value ...]
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
-"$PYTHON" repro/fold_table.py --study=table3 --out=results/fold "$@"
+"$PYTHON" -m repro.fold_table --study=table3 --out=results/fold "$@"

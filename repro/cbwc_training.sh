@@ -6,4 +6,4 @@
 #   repro/cbwc_training.sh [--key=value ...]
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
-"$PYTHON" repro/cbwc.py --study=training --images=1280 --out=results/cpu/cbwc_training "$@"
+"$PYTHON" -m repro.cbwc --study=training --images=1280 --out=results/cpu/cbwc_training "$@"

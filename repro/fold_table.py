@@ -1,8 +1,8 @@
 """Fold the LayerNorms of many architectures with random weights, and check each fold.
 
-    python repro/fold_table.py --study=table3
+    python -m repro.fold_table --study=table3
         the paper's Table 3 beside ours, and small models of transformers: models.jsonl, README.md
-    python repro/fold_table.py
+    python -m repro.fold_table
         small models of timm, torchvision and transformers: table.jsonl, table.md
 
 Models that the JSONL file holds are not measured again. Each model runs in a process of its own,
@@ -15,14 +15,11 @@ import dataclasses
 import json
 import multiprocessing
 import resource
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor, nn
@@ -261,7 +258,7 @@ def page(study: str, records: list[dict[str, Any]]) -> str:
         title, summary = "Which LayerNorms fold", table3
     return f"""# {title}
 
-Made by `python repro/fold_table.py --study={study} --out=results/fold`; {data} has the commit of
+Made by `python -m repro.fold_table --study={study} --out=results/fold`; {data} has the commit of
 each line. Models are small variants or small configurations with random weights in float64. Gains,
 biases and means are moved away from their initial values. Folded: by
 `fold(untie=True, insert=True)`, with centrings only where they fold more norms than they are.

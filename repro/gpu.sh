@@ -50,7 +50,7 @@ stage() {  # NAME COMMAND...: run it, if it is wanted and not done; without `out
 
 first_sync() {  # where does a step wait for the GPU?
   rm -rf "$scratch/first-sync"
-  "$PYTHON" repro/gpu_first.py sync train config/rms.py --max_iters=15 --warmup_iters=5 \
+  "$PYTHON" -m repro.gpu_first sync train config/rms.py --max_iters=15 --warmup_iters=5 \
     --eval_tokens=49152 --sample_tokens=0 "--data_dir=$data" "--out_dir=$scratch/first-sync"
 }
 first_steps() {  # NAME SETTING...
@@ -69,15 +69,15 @@ first_minutes() {
   stage first-sync first_sync
   stage first-kernels "$PYTHON" -m bench.kernels --channels=768,2048 --rounds=10 \
     --ops=rms_norm,taper_norm,norm_add_norm,scaled_gelu "--out=$out/first-kernels"
-  stage first-kernels-aten "$PYTHON" repro/gpu_first.py aten bench.kernels --channels=768,2048 \
+  stage first-kernels-aten "$PYTHON" -m repro.gpu_first aten bench.kernels --channels=768,2048 \
     --ops=rms_norm --rounds=10 "--out=$out/first-kernels-aten"
   # From 24 to 28 a step proves that the second wave of programs is half empty.
   for warps in 20 24 28 32; do
-    stage "first-warps-$warps" "$PYTHON" repro/gpu_first.py "warps=$warps" bench.kernels \
+    stage "first-warps-$warps" "$PYTHON" -m repro.gpu_first "warps=$warps" bench.kernels \
       --ops=taper_norm --channels=768 --rows=65536 --rounds=10 "--out=$out/first-warps-$warps"
   done
   first_steps first-steps -m bench.train
-  first_steps first-steps-cudnn repro/gpu_first.py cudnn bench.train
+  first_steps first-steps-cudnn -m repro.gpu_first cudnn bench.train
   # beside the ledger: the microseconds of a launch
   stage first-decode "$PYTHON" bench_decode.py random:llama3.2-1b --arms=A,C --peers=false \
     --rounds=8 "--out=$out/first-decode"
@@ -90,7 +90,7 @@ first_minutes() {
 }
 first_ddp() {  # RESIDUAL OPTIMIZE: before any study on eight GPUs
   rm -rf "$scratch/first-ddp"
-  "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=8 repro/gpu_first.py \
+  "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=8 -m repro.gpu_first \
     "optimize_ddp=$2" train config/rms.py --max_iters=30 --warmup_iters=5 --eval_tokens=393216 \
     --sample_tokens=0 "--residual=$1" "--data_dir=$data" "--out_dir=$scratch/first-ddp"
 }

@@ -1,9 +1,9 @@
 """Run a program under a setting that it has no key for.
 
-    python repro/gpu_first.py sync train config/rms.py --max_iters=15
-    python repro/gpu_first.py cudnn bench.train config/rms.py --profile
-    python repro/gpu_first.py warps=24 bench.kernels --ops=taper_norm --channels=768
-    torchrun --standalone --nproc_per_node=8 repro/gpu_first.py optimize_ddp=False train \\
+    python -m repro.gpu_first sync train config/rms.py --max_iters=15
+    python -m repro.gpu_first cudnn bench.train config/rms.py --profile
+    python -m repro.gpu_first warps=24 bench.kernels --ops=taper_norm --channels=768
+    torchrun --standalone --nproc_per_node=8 -m repro.gpu_first optimize_ddp=False train \\
       config/rms.py
 
 sync              warn where the host waits for the GPU
@@ -13,11 +13,7 @@ warps=N           warps of a backward kernel on each multiprocessor (kernels/row
 optimize_ddp=...  whether torch.compile cuts the model where DDP's buckets end (True or False)
 """
 
-import sys
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel

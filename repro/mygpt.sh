@@ -13,4 +13,4 @@ for init in torch gpt2; do
       --out_dir=out/mygpt/$init-$norm "$@"
   done
 done
-"$PYTHON" repro/mygpt_table.py out/mygpt results/cpu/mygpt
+"$PYTHON" -m repro.mygpt_table out/mygpt results/cpu/mygpt

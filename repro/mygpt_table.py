@@ -1,15 +1,12 @@
 """Compare the four mygpt runs with the chapter's figures in one table (a step of mygpt.sh).
 
-    python repro/mygpt_table.py RUNS TARGET
+    python -m repro.mygpt_table RUNS TARGET
 
 Copies each run's log.jsonl into TARGET and writes TARGET/README.md from them.
 """
 
 import shutil
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import run_program
 from common.output import markdown, write_bytes_atomically

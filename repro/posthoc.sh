@@ -109,6 +109,6 @@ control $seed $rate
 END
   "$PYTHON" -m evidence.archive "$results/runs.tar.xz" \
     "$out"/{teacher,student-0,student-1,teacher-longer}-"$seed"
-  OMP_NUM_THREADS=$jobs "$PYTHON" repro/posthoc_table.py "$out" "$seed" \
+  OMP_NUM_THREADS=$jobs "$PYTHON" -m repro.posthoc_table "$out" "$seed" \
     "$source/openstax_ccby_val.jsonl.xz" "$results"
 done

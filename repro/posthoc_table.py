@@ -1,9 +1,9 @@
 """Teachers, coupled teachers, students and teachers trained on, on the same held-out windows: a
 table with intervals.
 
-    python repro/posthoc_table.py out/posthoc 1 val.jsonl.xz results/cpu/posthoc
+    python -m repro.posthoc_table out/posthoc 1 val.jsonl.xz results/cpu/posthoc
         judge the models of seed 1 (the last step of posthoc.sh for a seed)
-    python repro/posthoc_table.py results/cpu/posthoc
+    python -m repro.posthoc_table results/cpu/posthoc
         the table again, from windows.jsonl.xz
 
 Writes windows.jsonl.xz and table.md. Val loss and KL(teacher || model) are in nats a
@@ -17,14 +17,11 @@ each seed. "trained on" is also set against the students, as their control.
 
 import json
 import lzma
-import sys
 import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch

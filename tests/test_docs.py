@@ -176,7 +176,7 @@ make demo
 make test
 python bench_decode.py random:gpt2 --tokens=16 --batch=1,4
 OUT=out/taper_launches repro/taper_throughput.sh --ledger
-python repro/fold_table.py
+python -m repro.fold_table
 repro/cbwc_centering.sh
 repro/cbwc_classify.sh
 repro/cbwc_table3.sh

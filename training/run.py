@@ -51,8 +51,9 @@ class RunKeys:
     resume: str = key(
         "auto", "auto: continue the run in out_dir if there is one; never; or a checkpoint's path"
     )
-    max_iters: int = key(600000, "optimiser steps", least=1)
-    eval_interval: int = key(2000, "steps between evaluations", least=1)
+    # by default 10 B tokens, an epoch of FineWeb-Edu's sample, in steps of 491,520
+    max_iters: int = key(20345, "optimiser steps", least=1)
+    eval_interval: int = key(250, "steps between evaluations", least=1)
     log_interval: int = key(10, "steps between log lines", least=1)
     checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)", least=0)
     tracker: str = key("off", "log to an experiment tracker too", TRACKERS)

@@ -71,11 +71,11 @@ def calls(folder: Path) -> list[list[str]]:
 def understood(words: list[str]) -> str:
     """The program whose own parser has accepted the words; "" for a test or a part of sweep.sh."""
     if words[:2] == ["-m", "torch.distributed.run"]:
-        assert words[4] == "repro/gpu_first.py"
+        assert words[4:6] == ["-m", "repro.gpu_first"]
         words = words[4:]
-    if words[0] == "repro/gpu_first.py":
-        assert words[1].partition("=")[0] in gpu_first.__doc__ and words[2] in gpu_first.PROGRAMS
-        words = words[2:]
+    if words[:2] == ["-m", "repro.gpu_first"]:
+        assert words[2].partition("=")[0] in gpu_first.__doc__ and words[3] in gpu_first.PROGRAMS
+        words = words[3:]
     elif words[:2] == ["-m", "pytest"]:
         files = [word for word in words if word.startswith("tests/")]
         assert files and all((ROOT / file).is_file() for file in files)
