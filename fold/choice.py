@@ -259,18 +259,13 @@ class Analysis:
         """
         choice = self.choose(untie, insert, hooks=True)
         # Dicts keep the order and drop what is there twice.
-        sources: dict[Source, None] = {}
-        untied: dict[tuple[Source, tuple[str, ...]], None] = {}
+        sources: dict[tuple[Source, tuple[str, ...]], None] = {}
         for norm in choice.norms:
-            own = norm.demand.sources
-            for at in (line for line in choice.way_back(norm) if line not in choice.cut):
-                if at in norm.obstacles:
-                    untied[own[at], norm.untie[at]] = None
-                elif at in own:
-                    sources[own[at]] = None
+            for at in choice.way_back(norm):
+                if at in norm.demand.sources and at not in choice.cut:
+                    sources[norm.demand.sources[at], norm.untie.get(at, ())] = None
         plan = Plan(
             sources=list(sources),
-            untied=list(untied),
             swaps=list(dict.fromkeys(norm.swap for norm in choice.norms)),
             insertions=[self.insertion(line) for line in sorted(choice.centrings(), key=str)],
         )

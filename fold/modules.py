@@ -51,9 +51,8 @@ class Insertion:
 class Plan:
     """All that a fold changes, by name."""
 
-    sources: list[Source] = field(default_factory=list)
-    # parameters that get a centred copy, and the names under which the copy is used
-    untied: list[tuple[Source, tuple[str, ...]]] = field(default_factory=list)
+    # parameters that are centred; the names under which a centred copy is used, where one is made
+    sources: list[tuple[Source, tuple[str, ...]]] = field(default_factory=list)
     swaps: list[Swap] = field(default_factory=list)
     insertions: list[Insertion] = field(default_factory=list)
 
@@ -173,17 +172,17 @@ def merged(weight: Tensor, gain: Tensor | None, axis: int) -> Tensor:
 @torch.no_grad()
 def carry_out(plan: Plan, model: nn.Module) -> None:
     """Fold `model` in place. Weights are centred permanently, in float64 and rounded once."""
-    for source in plan.sources:
+    for source, names in plan.sources:
         gain = tensor_of(model, source.scale) if source.scale else None
         for name, axis in source.parameters:
             weight = tensor_of(model, name)
-            weight.copy_(_centered_once(weight, gain, axis, source.block))
+            new = _centered_once(weight, gain, axis, source.block)
+            if names:
+                untie(model, names, new)
+            else:
+                weight.copy_(new)
         if gain is not None:
             gain.fill_(1)
-    for source, names in plan.untied:
-        ((name, axis),) = source.parameters
-        old = tensor_of(model, name)
-        untie(model, names, _centered_once(old, None, axis, source.block))
     swap_and_insert(plan, model)
 
 
@@ -221,15 +220,13 @@ def reparametrize(plan: Plan, model: nn.Module) -> None:
                 if name not in ("__dict__", "__weakref__")
             }
             module.__class__ = type(old.__name__, old.__bases__, members)
-    for source in plan.sources:
-        _center_when_read(model, source, None)
-    for source, names in plan.untied:
+    for source, names in plan.sources:
         _center_when_read(model, source, names)
     swap_and_insert(plan, model)
 
 
-def _center_when_read(model: nn.Module, source: Source, names: tuple[str, ...] | None) -> None:
-    """Parametrise a source under the given names, or under all names that its tensors have."""
+def _center_when_read(model: nn.Module, source: Source, names: tuple[str, ...]) -> None:
+    """Parametrise a source under these names; where there are none, under all of its tensors'."""
     gain = tensor_of(model, source.scale) if source.scale else None
     for name, axis in source.parameters:
         weight = tensor_of(model, name)
