@@ -161,9 +161,7 @@ def merged(weight: Tensor, gain: Tensor | None, axis: int) -> Tensor:
     """Multiply a weight by a gain that has one number for each index of the axis."""
     if gain is None:
         return weight
-    broadcast = [1] * weight.dim()
-    broadcast[axis] = -1
-    return weight * gain.reshape(broadcast)
+    return weight * gain.reshape(-1, *[1] * (weight.dim() - 1 - axis))
 
 
 # ------------------------------------------------------------------------------ carrying out a plan
@@ -221,26 +219,21 @@ def reparametrize(plan: Plan, model: nn.Module) -> None:
             }
             module.__class__ = type(old.__name__, old.__bases__, members)
     for source, names in plan.sources:
-        _center_when_read(model, source, names)
+        gain = tensor_of(model, source.scale) if source.scale else None
+        for name, axis in source.parameters:
+            weight = tensor_of(model, name)
+            # all names of a tensor, but for one that gets a copy
+            aliases = [
+                alias
+                for alias, value in model.named_parameters(remove_duplicate=False)
+                if value is weight
+            ]
+            for alias in names or aliases or [name]:
+                centering = CenteredWeight(axis, source.block, gain)
+                parametrize.register_parametrization(*_owner(model, alias), centering)
+        if gain is not None:
+            parametrize.register_parametrization(*_owner(model, source.scale), Ones())
     swap_and_insert(plan, model)
-
-
-def _center_when_read(model: nn.Module, source: Source, names: tuple[str, ...]) -> None:
-    """Parametrise a source under these names; where there are none, under all of its tensors'."""
-    gain = tensor_of(model, source.scale) if source.scale else None
-    for name, axis in source.parameters:
-        weight = tensor_of(model, name)
-        aliases = [
-            alias
-            for alias, value in model.named_parameters(remove_duplicate=False)
-            if value is weight
-        ]
-        for alias in names or aliases or [name]:
-            module, attribute = _owner(model, alias)
-            centering = CenteredWeight(axis, source.block, gain)
-            parametrize.register_parametrization(module, attribute, centering)
-    if gain is not None:
-        parametrize.register_parametrization(*_owner(model, source.scale), Ones())
 
 
 def swap_and_insert(plan: Plan, model: nn.Module) -> None:
@@ -251,10 +244,9 @@ def swap_and_insert(plan: Plan, model: nn.Module) -> None:
     for swap in plan.swaps:
         old = model.get_submodule(swap.path)
         new = FoldedNorm(old, swap)
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if child is old:
-                    setattr(parent, name, new)
+        for path, module in list(model.named_modules(remove_duplicate=False)):
+            if module is old:
+                model.set_submodule(path, new)
     for module in model.modules():
         has_folded = any(isinstance(part, FoldedNorm) for part in module.modules())
         if isinstance(module, nn.TransformerEncoder) and has_folded:
