@@ -116,13 +116,6 @@ class Analysis:
         self.training = graph.model.training
         self._calls = Counter()  # of norms, by name
         self.norms = [self._norm_call(node) for node in graph.nodes if node.meta["norm"]]
-        # One module can become only one RMSNorm.
-        swaps = defaultdict(set)
-        for norm in self.norms:
-            swaps[norm.key].add(norm.swap)
-        for norm in self.norms:
-            if len(swaps[norm.key]) > 1:
-                norm.swap = f"{norm.key} is called on inputs of several kinds"
 
     def _norm_call(self, node: Node) -> NormCall:
         found = node.meta["norm"]
