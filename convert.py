@@ -292,8 +292,10 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
     else:
         report = fold.analyze(model, inputs)
         after, certificate = fold.fold(model, report, untie=config.untie, insert=config.insert)
-        counts = f"of {report.total} LayerNorms ({report.untied} fold untied, "
-        counts += f"{report.practical} with centrings inserted)"
+        counts = (
+            f"of {report.total} LayerNorms ({report.untied} fold untied, {report.practical} with "
+            "centrings inserted)"
+        )
         lines = [f"folded {certificate.folded} {counts}"]
         if certificate.ok and not certificate.folded:
             first = next((row.reason for row in report.rows), "it has none")
@@ -372,13 +374,6 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
 # ------------------------------------------------------------------------------------------ program
 
 
-def write(out: Path, model: GPT, certificate: Certificate) -> None:
-    """Write a run folder without a run: weights, config.json and certificate.json."""
-    with whole_folder(out) as folder:
-        (folder / "certificate.json").write_text(f"{certificate.to_json()}\n", encoding="utf-8")
-        write_model(model, folder)
-
-
 def export(model: GPT, out: str, certificate: bytes) -> str:
     """Write a model of ours as a Hugging Face folder. Returns how to read it."""
     folder = export_hf(model, out, certificate=certificate)
@@ -399,10 +394,13 @@ def convert_ours(spec: str, config: ConvertConfig) -> tuple[Certificate, list[st
         lines.append(f"norm plan {after.plan}, alpha {', '.join(f'{a:.4g}' for a in alpha)}")
     if config.out:
         wrote = f"wrote {config.out}"
+        told = f"{certificate.to_json()}\n".encode()
         if is_of_hub(spec):
-            wrote = export(after, config.out, f"{certificate.to_json()}\n".encode())
-        else:
-            write(Path(config.out), after, certificate)
+            wrote = export(after, config.out, told)
+        else:  # a run folder without a run: weights, config.json and certificate.json
+            with whole_folder(Path(config.out)) as folder:
+                (folder / "certificate.json").write_bytes(told)
+                write_model(after, folder)
         train = f"to train on: python train.py --init_from={config.out} --data_dir=..."
         lines = [wrote, f"{train} and the settings of training", *lines]
     return certificate, lines

@@ -147,8 +147,8 @@ class Report:
 
     def to_json(self) -> str:
         """Return counts and rows as JSON."""
-        names = ("model", "rules", "total", "strict", "untied", "practical", "inserted", "worth")
-        counts = {name: getattr(self, name) for name in names}
+        left_out = ("rows", "inputs", "analysis")
+        counts = {name: value for name, value in vars(self).items() if name not in left_out}
         return json.dumps(counts | {"rows": [asdict(row) for row in self.rows]}, indent=1)
 
 
@@ -228,12 +228,11 @@ def fold(
     folded = {norm.name for norm in norms}
     refusals = {row.name: row.reason for row in report.rows if row.name not in folded}
 
-    what = f"{report.model}: {len(norms)} of {report.total} LayerNorm calls folded"
     new, certificate = changed(
         model,
         partial(carry_out, plan),
         report.inputs,
-        what=what,
+        what=f"{report.model}: {len(norms)} of {report.total} LayerNorm calls folded",
         folded=len(norms),
         inserted=len(plan.insertions),
         refusals=refusals,

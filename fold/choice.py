@@ -86,33 +86,20 @@ class Choice:
     norms: list[NormCall]
     cut: set[Line]
 
-    def ends(self, norm: NormCall) -> tuple[list[Line], list[Line]]:
-        """Return where the way back from a norm ends.
-
-        Returns:
-            Lines of sources and obstacles, and lines on which a centring is inserted.
-        """
-        leaves = []
-        centrings = []
+    def way_back(self, norm: NormCall) -> list[Line]:
+        """Return the lines that a norm depends on, as far back as lines of inserted centrings."""
+        found: dict[Line, None] = {}  # a set in order
         todo = [norm.line]
-        done = set()
         while todo:
             line = todo.pop()
-            if line in done:
-                continue
-            done.add(line)
-            below = norm.demand.below.get(line)
-            if line in self.cut:
-                centrings.append(line)
-            elif below:
-                todo += below
-            else:
-                leaves.append(line)
-        return leaves, centrings
+            if line not in found:
+                found[line] = None
+                todo += () if line in self.cut else norm.demand.below.get(line, ())
+        return list(found)
 
     def centrings(self) -> set[Line]:
         """Return the lines on which a centring is inserted for some norm."""
-        return {line for norm in self.norms for line in self.ends(norm)[1]}
+        return self.cut & {line for norm in self.norms for line in self.way_back(norm)}
 
 
 class Analysis:
@@ -127,21 +114,11 @@ class Analysis:
         self.graph = graph
         self.paper = paper
         self.training = graph.model.training
-        self.norms: list[NormCall] = []
         self._calls = Counter()  # of norms, by name
-        for node in graph.nodes:
-            found = node.meta["norm"]
-            if found is not None:
-                self.norms.append(self._norm_call(node, found))
-        # One module can become only one RMSNorm.
-        swaps = defaultdict(set)
-        for norm in self.norms:
-            swaps[norm.key].add(norm.swap)
-        for norm in self.norms:
-            if len(swaps[norm.key]) > 1:
-                norm.swap = f"{norm.key} is called on inputs of several kinds"
+        self.norms = [self._norm_call(node) for node in graph.nodes if node.meta["norm"]]
 
-    def _norm_call(self, node: Node, found: Norm) -> NormCall:
+    def _norm_call(self, node: Node) -> NormCall:
+        found = node.meta["norm"]
         path = module_path(node)
         name = path or describe(node)
         self._calls[name] += 1
@@ -203,13 +180,12 @@ class Analysis:
             norms = self._whole_modules(norms)
             onwards = defaultdict(set)
             obstacles = set()
-            ends = defaultdict(int)
             for norm in norms:
                 for line, below in norm.demand.below.items():
                     for feeding in below:
                         onwards[feeding].add(line)
                 obstacles |= {at for at in norm.obstacles if not (untie and at in norm.untie)}
-                ends[norm.line] += 1
+            ends = Counter(norm.line for norm in norms)
             may_cut = self._may_cut(norms, insert, hooks)
             cut, kept = cheapest_cut(onwards, obstacles, ends, may_cut, at_no_loss)
             remaining = [
@@ -276,19 +252,13 @@ class Analysis:
         """
         choice = self.choose(untie, insert, hooks=True)
         # Dicts keep the order and drop what is there twice.
-        sources: dict[Source, None] = {}
-        untied: dict[tuple[Source, tuple[str, ...]], None] = {}
+        sources: dict[tuple[Source, tuple[str, ...]], None] = {}
         for norm in choice.norms:
-            demand = norm.demand
-            leaves, _ = choice.ends(norm)
-            for at in leaves:
-                if at in norm.obstacles:
-                    untied[demand.sources[at], norm.untie[at]] = None
-                elif at in demand.sources:
-                    sources[demand.sources[at]] = None
+            for at in choice.way_back(norm):
+                if at in norm.demand.sources and at not in choice.cut:
+                    sources[norm.demand.sources[at], norm.untie.get(at, ())] = None
         plan = Plan(
             sources=list(sources),
-            untied=list(untied),
             swaps=list(dict.fromkeys(norm.swap for norm in choice.norms)),
             insertions=[self.insertion(line) for line in sorted(choice.centrings(), key=str)],
         )
@@ -319,10 +289,8 @@ class Analysis:
 
 def _lines_before_one_norm(norms: Collection[NormCall]) -> set[Line]:
     """Find the lines just before each norm that no other norm depends on."""
-    n_norms = defaultdict(int)  # line -> how many norms depend on it
-    for norm in norms:
-        for line in norm.demand.below:
-            n_norms[line] += 1
+    # how many norms depend on each line
+    n_norms = Counter(line for norm in norms for line in norm.demand.below)
     found = set()
     for norm in norms:
         line = norm.line

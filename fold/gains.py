@@ -30,33 +30,9 @@ from .certificate import Certificate, Inputs, changed
 from .graph import Graph
 from .lines import argument, describe, is_tensor, shape
 from .modules import merged, tensor_of, untie
-from .rules import ROUNDING, Trial
+from .rules import CASTS, MOVES, ROUNDING, Trial
 from .siblings import FoldError
 
-# Operations that leave the numbers where they are, and those that move them
-CASTS = ("aten._to_copy", "aten.to.", "aten.type_as", "aten.clone", "aten.alias", "aten.contiguous")
-MOVES = (
-    "aten.permute",
-    "aten.transpose",
-    "aten.t.",
-    "aten.numpy_T",
-    "aten.view",
-    "aten._unsafe_view",
-    "aten.reshape",
-    "aten.flatten",
-    "aten.unflatten",
-    "aten.unsqueeze",
-    "aten.squeeze",
-    "aten.expand",
-    "aten.repeat",
-    "aten.slice.",
-    "aten.select.",
-    "aten.narrow",
-    "aten.split",
-    "aten.chunk",
-    "aten.unbind",
-    "aten.roll",
-)
 PRODUCTS = ("aten.linear.", "aten.addmm.", "aten.mm.", "aten.matmul.", "aten.einsum.")
 NORMS = ("aten.layer_norm.", "aten.native_layer_norm.", "aten.rms_norm.")
 
@@ -152,10 +128,8 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
         FoldError: there is no fold.
     """
     groups: dict[str, list[Affine]] = defaultdict(list)
-    for node in graph.nodes:
-        found = _affine(graph, node)
-        if found is not None:
-            groups[found.gain].append(found)
+    for affine in filter(None, [_affine(graph, node) for node in graph.nodes]):
+        groups[affine.gain].append(affine)
     folds = []
     left = {}
     for gain, affines in groups.items():
@@ -330,10 +304,9 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
 
 def _other_use(graph: Graph, name: str, known: Collection[Node]) -> Node | None:
     """Return an operation that reads a vector, apart from those that are known; None without."""
-    todo = [_node_of(graph, name)]
+    todo = [graph.node_of[name]]
     while todo:
-        node = todo.pop()
-        for user in node.users:
+        for user in todo.pop().users:
             if user in known:
                 continue
             # casts, and the 1 of 1 + weight
@@ -385,7 +358,7 @@ def _moved(user: Node, node: Node, channels: Tensor) -> list[tuple[Node, Tensor]
         return None
     if name.startswith(CASTS) or is_off:
         return [(user, channels)]
-    if not name.startswith(MOVES) or user.all_input_nodes != [node]:
+    if not name.startswith((*MOVES, "aten.repeat_interleave.")) or user.all_input_nodes != [node]:
         return None  # such as rows that another tensor picks
     moved = user.target(channels.contiguous(), *user.args[1:], **user.kwargs)
     if isinstance(moved, Tensor):
@@ -441,7 +414,7 @@ def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...]
         # Tied linears may have different biases (_can_take_bias).
         if any(replace(other, bias=target.bias) != target for other, _, _ in own):
             return f"linears read channels of {name} in several ways"
-        weight = _node_of(graph, name)
+        weight = graph.node_of[name]
         users = {entry for _, _, entry in own}
         others = [user for user in weight.users if user not in users]
         if others:
@@ -464,9 +437,4 @@ def _can_take_bias(graph: Graph, reads: list[Read]) -> bool:
     # A bias that two weights share would have to take over two sums, and the other way round.
     weights, biases = zip(*pairs, strict=True)
     alone = len(set(weights)) == len(set(biases)) == len(pairs)
-    return alone and all(nodes.issuperset(_node_of(graph, bias).users) for bias in biases)
-
-
-def _node_of(graph: Graph, name: str) -> Node:
-    """Return the node of a parameter."""
-    return next(node for node, own in graph.names.items() if own == name)
+    return alone and all(nodes.issuperset(graph.node_of[bias].users) for bias in biases)

@@ -76,8 +76,6 @@ def to_rms(model: GPT) -> GPT:
         if letter == "L":
             center_linear(weights, f"blocks.{index // 2}.{('attn.proj', 'mlp.down')[index % 2]}")
     keys = plain_gains(model, weights)
-    if centers_embeddings(model):
-        keys["tie_embeddings"] = False
     if set(plan.letters) <= {"R", "L"} and config.norm_type != "rms":
         if set(plan.outputs + plan.embedding) != {"I"}:
             keys["norm_plan"] = str(plan).replace("L", "R")
@@ -121,7 +119,6 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
         fold_form(norm.form_at_gate_zero(), weights, linear_after(position))
     keys = bias_keys(model, weights)
     if final is not None:
-        keys["tie_embeddings"] = False
         fold_final_taper(model, final, weights)
     plan = str(model.plan).replace("T", "I")
     return rebuild(model, retype(config, "none", norm_plan=plan, **keys), weights)
@@ -183,10 +180,7 @@ def with_room(model: GPT, untie: bool) -> GPT:
     weights = untied(new) if untie and reads_gain else wide_state(new)
     norms = enumerate(place.core for place in list(new.places())[:-1])
     read = {f"{linear_after(position)}.bias" for position, norm in norms if norm.bias is not None}
-    keys = PLAIN | bias_keys(model, read)
-    if "lm_head.weight" in weights:
-        keys["tie_embeddings"] = False
-    keys |= plain_gains(new, weights)
+    keys = PLAIN | bias_keys(model, read) | plain_gains(new, weights)
     if model.plan.type.scales_by_depth:
         return rebuild(new, retype(new.config, "rms", **keys), weights)
     return rebuild(new, replace(new.config, **keys), weights)
@@ -368,9 +362,10 @@ def rebuild(model: GPT, config: GPTConfig, weights: Weights) -> GPT:
     """Build a GPT of `config` with these weights.
 
     It has the weights' type and the tokenizer of `model`. Weights of norms that the new config
-    lacks are left out, and biases that `weights` lacks are zero. Tensors of that type are taken
-    over without a copy.
+    lacks are left out, and biases that `weights` lacks are zero. The head has weights of its own
+    where `weights` has them. Tensors of that type are taken over without a copy.
     """
+    config = replace(config, tie_embeddings="lm_head.weight" not in weights)
     with torch.device("meta"):
         new = GPT(config)
     own = new.state_dict()

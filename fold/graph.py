@@ -92,17 +92,18 @@ class Graph:
         # whether it writes into tensors: then the exporter makes their views again behind modules
         self.writes = False
         program = self._export(inputs)
-        _remove_assertions(program.graph)
+        for node in reversed(program.graph.nodes):
+            # Checks of shapes and types would count as uses of a tensor.
+            if not node.users and str(node.target).startswith("aten._assert"):
+                program.graph.erase_node(node)
         self.nodes: list[Node] = list(program.graph.nodes)
-        self._use_first_names()
         # path of a module -> its calls
         self.calls: dict[str, set[str]] = defaultdict(set)
-        for node in self.nodes:
-            for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
-                self.calls[path].add(key)
+        self._use_first_names()
         # nodes of those parameters and buffers that a fold may change, or rely on -> names
         self.names: dict[Node, str] = {}
         self._name_placeholders(program)
+        self.node_of = {name: node for node, name in self.names.items()}
         mark(self.nodes)
         # all names of all parameters and buffers -> values
         self.values: dict[str, Tensor] = {
@@ -145,7 +146,7 @@ class Graph:
             ) from error
 
     def _use_first_names(self) -> None:
-        """Call a module that has several names by its first one, throughout the graph."""
+        """Call a module that has several names by its first one, throughout; note its calls."""
         first = {module: path for path, module in self.model.named_modules()}
         names = {
             path: first[module] for path, module in self.model.named_modules(remove_duplicate=False)
@@ -153,7 +154,9 @@ class Graph:
         for node in self.nodes:
             stack = node.meta.get("nn_module_stack", {})
             for key, (path, kind) in stack.items():
-                stack[key] = (names.get(path, path), kind)
+                first_name = names.get(path, path)
+                stack[key] = (first_name, kind)
+                self.calls[first_name].add(key)
 
     def _note_call(
         self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
@@ -349,10 +352,3 @@ class Graph:
             if len(node.users) != 1 or not copies:
                 return None
             node = copies[0]
-
-
-def _remove_assertions(graph: torch.fx.Graph) -> None:
-    """Remove checks of shapes and types, which would count as uses of a tensor."""
-    for node in reversed(graph.nodes):
-        if not node.users and str(node.target).startswith("aten._assert"):
-            graph.erase_node(node)

@@ -51,9 +51,8 @@ class Insertion:
 class Plan:
     """All that a fold changes, by name."""
 
-    sources: list[Source] = field(default_factory=list)
-    # parameters that get a centred copy, and the names under which the copy is used
-    untied: list[tuple[Source, tuple[str, ...]]] = field(default_factory=list)
+    # parameters that are centred; the names under which a centred copy is used, where one is made
+    sources: list[tuple[Source, tuple[str, ...]]] = field(default_factory=list)
     swaps: list[Swap] = field(default_factory=list)
     insertions: list[Insertion] = field(default_factory=list)
 
@@ -162,9 +161,7 @@ def merged(weight: Tensor, gain: Tensor | None, axis: int) -> Tensor:
     """Multiply a weight by a gain that has one number for each index of the axis."""
     if gain is None:
         return weight
-    broadcast = [1] * weight.dim()
-    broadcast[axis] = -1
-    return weight * gain.reshape(broadcast)
+    return weight * gain.reshape(-1, *[1] * (weight.dim() - 1 - axis))
 
 
 # ------------------------------------------------------------------------------ carrying out a plan
@@ -173,17 +170,17 @@ def merged(weight: Tensor, gain: Tensor | None, axis: int) -> Tensor:
 @torch.no_grad()
 def carry_out(plan: Plan, model: nn.Module) -> None:
     """Fold `model` in place. Weights are centred permanently, in float64 and rounded once."""
-    for source in plan.sources:
+    for source, names in plan.sources:
         gain = tensor_of(model, source.scale) if source.scale else None
         for name, axis in source.parameters:
             weight = tensor_of(model, name)
-            weight.copy_(_centered_once(weight, gain, axis, source.block))
+            new = _centered_once(weight, gain, axis, source.block)
+            if names:
+                untie(model, names, new)
+            else:
+                weight.copy_(new)
         if gain is not None:
             gain.fill_(1)
-    for source, names in plan.untied:
-        ((name, axis),) = source.parameters
-        old = tensor_of(model, name)
-        untie(model, names, _centered_once(old, None, axis, source.block))
     swap_and_insert(plan, model)
 
 
@@ -221,29 +218,22 @@ def reparametrize(plan: Plan, model: nn.Module) -> None:
                 if name not in ("__dict__", "__weakref__")
             }
             module.__class__ = type(old.__name__, old.__bases__, members)
-    for source in plan.sources:
-        _center_when_read(model, source, None)
-    for source, names in plan.untied:
-        _center_when_read(model, source, names)
+    for source, names in plan.sources:
+        gain = tensor_of(model, source.scale) if source.scale else None
+        for name, axis in source.parameters:
+            weight = tensor_of(model, name)
+            # all names of a tensor, but for one that gets a copy
+            aliases = [
+                alias
+                for alias, value in model.named_parameters(remove_duplicate=False)
+                if value is weight
+            ]
+            for alias in names or aliases or [name]:
+                centering = CenteredWeight(axis, source.block, gain)
+                parametrize.register_parametrization(*_owner(model, alias), centering)
+        if gain is not None:
+            parametrize.register_parametrization(*_owner(model, source.scale), Ones())
     swap_and_insert(plan, model)
-
-
-def _center_when_read(model: nn.Module, source: Source, names: tuple[str, ...] | None) -> None:
-    """Parametrise a source under the given names, or under all names that its tensors have."""
-    gain = tensor_of(model, source.scale) if source.scale else None
-    for name, axis in source.parameters:
-        weight = tensor_of(model, name)
-        aliases = [
-            alias
-            for alias, value in model.named_parameters(remove_duplicate=False)
-            if value is weight
-        ]
-        for alias in names or aliases or [name]:
-            module, attribute = _owner(model, alias)
-            centering = CenteredWeight(axis, source.block, gain)
-            parametrize.register_parametrization(module, attribute, centering)
-    if gain is not None:
-        parametrize.register_parametrization(*_owner(model, source.scale), Ones())
 
 
 def swap_and_insert(plan: Plan, model: nn.Module) -> None:
@@ -254,10 +244,9 @@ def swap_and_insert(plan: Plan, model: nn.Module) -> None:
     for swap in plan.swaps:
         old = model.get_submodule(swap.path)
         new = FoldedNorm(old, swap)
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if child is old:
-                    setattr(parent, name, new)
+        for path, module in list(model.named_modules(remove_duplicate=False)):
+            if module is old:
+                model.set_submodule(path, new)
     for module in model.modules():
         has_folded = any(isinstance(part, FoldedNorm) for part in module.modules())
         if isinstance(module, nn.TransformerEncoder) and has_folded:

@@ -42,6 +42,7 @@ ARCHITECTURES = (
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 LOCAL = "sliding_attention"  # their words for kinds of blocks
 GLOBAL = "full_attention"
+ORIGINAL = "original_max_position_embeddings"  # their name of original_length
 
 
 # The norm of queries and keys, as our key has it
@@ -392,18 +393,17 @@ def rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> tuple[str, tuple[f
         )
     if kind == "default":
         return "llama3", ()
-    factor = rope["factor"]
-    if kind == "linear":
-        return kind, (factor,)
-    name = "original_max_position_embeddings"
-    original = hf.get(name) or rope[name]
-    if kind == "llama3":
-        return kind, (factor, rope["low_freq_factor"], rope["high_freq_factor"], original)
-    # The defaults of transformers; attention_factor is that of Peng et al. 2023, equation 22.
-    attention_factor = rope.get("attention_factor") or 0.1 * math.log(max(factor, 1)) + 1
-    fast = rope.get("beta_fast") or 32
-    slow = rope.get("beta_slow") or 1
-    return kind, (factor, fast, slow, original, attention_factor)
+    numbers = dict(rope)
+    if kind != "linear":
+        numbers["original_length"] = hf.get(ORIGINAL) or rope[ORIGINAL]
+    if kind == "yarn":
+        # The defaults of transformers; attention_factor is that of Peng et al. 2023, equation 22.
+        numbers["beta_fast"] = rope.get("beta_fast") or 32
+        numbers["beta_slow"] = rope.get("beta_slow") or 1
+        numbers["attention_factor"] = (
+            rope.get("attention_factor") or 0.1 * math.log(max(rope["factor"], 1)) + 1
+        )
+    return kind, tuple(numbers[name] for name in ROPE_SCALINGS[kind])
 
 
 # ---------------------------------------------------------------------------------- GPTConfig -> HF
@@ -546,9 +546,9 @@ def rope_entries(config: GPTConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if not config.rope_scaling:
         return rope
-    theirs = {"original_length": "original_max_position_embeddings"}
+    rope["rope_type"] = config.rope_scaling_kind
     names = ROPE_SCALINGS[config.rope_scaling_kind]
-    rope |= {"rope_type": config.rope_scaling_kind}
     for name, value in zip(names, config.rope_scaling, strict=True):
-        rope[theirs.get(name, name)] = int(value) if name == "original_length" else value
+        is_length = name == "original_length"
+        rope[ORIGINAL if is_length else name] = int(value) if is_length else value
     return rope

@@ -37,6 +37,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+# Names of the norms of the residual stream: in GPT-2, in Llama and Qwen3
+NORMS = ("ln_1", "ln_2", "ln_f", "input_layernorm", "post_attention_layernorm", "norm")
+
+
+class Latest(threading.local):
+    """What a norm computed in the latest forward pass of this thread: inv_rms (..., 1)."""
+
+    def __reduce__(self) -> tuple:
+        """Let copies and pickles begin without it."""
+        return Latest, ()
+
 
 class CoupledRMSNorm(nn.Module):
     """RMSNorm with its own statistic or, if it has a source, the source's latest.
@@ -60,8 +71,7 @@ class CoupledRMSNorm(nn.Module):
         self.alpha = alpha
         # In a tuple, because torch would register a module as a part of this one.
         self.sources = () if source is None else (source,)
-        # .inv_rms (..., 1) is that of the latest forward pass of each thread.
-        self.latest = threading.local()
+        self.latest = Latest()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., C)."""
@@ -75,16 +85,6 @@ class CoupledRMSNorm(nn.Module):
         y = wide * (inv_rms / self.alpha) * self.weight
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the statistic out of copies and pickles."""
-        state = super().__getstate__()
-        return {name: value for name, value in state.items() if name != "latest"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin without a statistic."""
-        super().__setstate__(state)
-        self.latest = threading.local()
-
 
 class Couple:
     """Mixin of a causal LM of transformers that replaces its 2L + 1 norms.
@@ -94,20 +94,22 @@ class Couple:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        places = norm_places(self.base_model)
+        base = self.base_model
+        # Modules come in the order in which they compute.
+        paths = [path for path, _ in base.named_modules() if path.rpartition(".")[2] in NORMS]
         letters = config.norm_plan.replace(" ", "")
         # A norm before attention has its source in an earlier block.
         self.shares_across = "s" in letters[:-1:2]
         eps = getattr(config, "layer_norm_epsilon", None) or config.rms_norm_eps  # GPT-2's, Llama's
         source: CoupledRMSNorm | None = None
-        for (owner, name), letter, alpha in zip(places, letters, config.coupled_alpha, strict=True):
-            old = getattr(owner, name).weight
+        for path, letter, alpha in zip(paths, letters, config.coupled_alpha, strict=True):
+            old = base.get_submodule(path).weight
             if letter == "s":
                 norm = CoupledRMSNorm(len(old), eps, source, alpha, False)
             else:
                 norm = CoupledRMSNorm(len(old), eps, None, 1.0, config.norm_bias)
                 source = norm
-            setattr(owner, name, norm.to(old))
+            base.set_submodule(path, norm.to(old))
 
     def _set_gradient_checkpointing(self, enable: bool = True, **kwargs: Any) -> None:
         """Switch gradient checkpointing; every way in transformers to do that calls this method.
@@ -122,19 +124,6 @@ class Couple:
                 "gradient checkpointing computes apart: train without it"
             )
         super()._set_gradient_checkpointing(enable, **kwargs)
-
-
-def norm_places(base: Any) -> list[tuple[nn.Module, str]]:
-    """List the norms of a base model of transformers in order: (owner, attribute)."""
-    if hasattr(base, "h"):  # GPT-2
-        return [*norms_of(base.h, "ln_1", "ln_2"), (base, "ln_f")]
-    llama = norms_of(base.layers, "input_layernorm", "post_attention_layernorm")  # and Qwen3
-    return [*llama, (base, "norm")]
-
-
-def norms_of(blocks: Any, first: str, second: str) -> list[tuple[nn.Module, str]]:
-    """List the norms of the blocks in order."""
-    return [(block, name) for block in blocks for name in (first, second)]
 
 
 class NormKeys:

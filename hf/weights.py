@@ -228,7 +228,9 @@ def export_target(model: GPT, hf: dict[str, Any]) -> GPT:
     """
     with torch.device("meta"):
         target = GPT(gpt_config(hf, "the exported config"))
-    weights = dict(model.state_dict())
+    # Block numbers of LayerNorm scaling go into the gains.
+    own = model.state_dict()
+    weights = {name: tensor for name, tensor in own.items() if not name.endswith(".depth")}
     for name in ("wte.weight", "lm_head.weight"):
         if name in weights:
             weights[name] = weights[name][: model.n_vocab]
@@ -237,10 +239,7 @@ def export_target(model: GPT, hf: dict[str, Any]) -> GPT:
         if isinstance(norm, Norm) and norm.weight is not None:
             weights[f"{name}.weight"] = norm.weight_for(model.get_submodule(name)).to(dtype)
     for name, tensor in target.state_dict().items():
-        if name not in weights:
-            weights[name] = torch.zeros(tensor.shape, dtype=dtype)
-    # Block numbers of LayerNorm scaling are in the gains now.
-    weights = {name: tensor for name, tensor in weights.items() if not name.endswith(".depth")}
+        weights.setdefault(name, torch.zeros(tensor.shape, dtype=dtype))
     target.load_state_dict(weights, assign=True)
     return target
 
@@ -315,7 +314,6 @@ def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
     query_rows = config.n_head * config.head_channels
     kv_rows = config.kv_heads * config.head_channels
     rows = {
-        1: None,  # not packed
         2: [config.inner, config.inner],  # up: gate, up
         3: [query_rows, kv_rows, kv_rows],  # qkv: queries, grouped keys, grouped values
     }
@@ -332,9 +330,8 @@ def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
             block -= 1  # the MLP of the block before
         prefix = "" if block is None else f"{names['blocks']}.{block}."
         theirs = names[module].split()
-        split = rows[len(theirs)]
         whole = parameter.detach()
-        views = [whole] if split is None else whole.split(split)
+        views = whole.split(rows.get(len(theirs), len(whole)))  # one, where it is not packed
         for name, view in zip(theirs, views, strict=True):
             if names is GPT2_NAMES and ".c_" in name and part == "weight":
                 view = view.T  # Conv1D

@@ -215,12 +215,11 @@ class Calibration:
         """Return the KL (N, T) of every token under `plan`."""
         head = self.model.head_weight()
         student = view(self.model, plan, alpha)
-        parts = []
-        for x, taught in zip(self._hidden(student), self.hidden, strict=True):
-            x = x.flatten(0, 1)  # (BATCH T, C)
-            taught = taught.flatten(0, 1)
-            parts.append(kl_divergence(x, head, taught, head, self.model.n_vocab))
-        return torch.cat(parts).view(self.windows.shape)
+        parts = [
+            kl_divergence(x, head, taught, head, self.model.n_vocab)
+            for x, taught in zip(self._hidden(student), self.hidden, strict=True)
+        ]  # (BATCH, T) each
+        return torch.cat(parts)
 
     def kl(self, plan: str, alpha: Alpha | float) -> float:
         """Return the mean KL over all but the first position of the windows."""
@@ -321,17 +320,14 @@ def suggest_first(
         coupled_first, and the choice at every k from 0 to the number of blocks.
     """
     n_layer = calibration.model.config.n_layer
-    choices = []
-    for k in range(n_layer + 1):
-        plan = first_plan(n_layer, k)
-        if per_layer:
-            choices.append(calibration.choice(plan, calibration.alpha(plan)))
-        else:
-            choices.append(CoupledChoice(plan, *calibration.best_alpha(plan)))
+    plans = [first_plan(n_layer, k) for k in range(n_layer + 1)]
+    if per_layer:
+        choices = [calibration.choice(plan, calibration.alpha(plan)) for plan in plans]
+    else:
+        choices = [CoupledChoice(plan, *calibration.best_alpha(plan)) for plan in plans]
     # At k = n_layer nothing is shared, and KL is zero up to rounding, whatever the budget.
-    within = [k for k, choice in enumerate(choices) if choice.kl <= budget]
-    first = within[0] if within else n_layer
-    return first, choices
+    within = (k for k, choice in enumerate(choices) if choice.kl <= budget)
+    return next(within, n_layer), choices
 
 
 def greedy(calibration: Calibration, budget: float, across: bool = False) -> list[CoupledChoice]:

@@ -20,14 +20,14 @@ def kl_divergence(
     n_vocab: int,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Return KL (N,) in nats, float32 at least.
+    """Return KL (...,) in nats, float32 at least.
 
     Gradients go to x and head alone.
 
     Args:
-        x: the student's final hidden states, normalised, (N, C).
+        x: the student's final hidden states, normalised, (..., C).
         head: the student's output head, (V, C).
-        x_teacher: the teacher's states, (N, C).
+        x_teacher: the teacher's states, (..., C).
         head_teacher: the teacher's head, (V, C).
         n_vocab: rows of the heads beyond it are padding.
         chunk: rows of the heads at once.
@@ -42,7 +42,7 @@ def kl_divergence(
         checkpoint(_chunk, x, part, taught, part_teacher, **options)
         for part, part_teacher in zip(own, theirs, strict=True)
     ]
-    log_s, log_t, gaps = (torch.stack(terms) for terms in zip(*parts, strict=True))  # (chunks, N)
+    log_s, log_t, gaps = (torch.stack(terms) for terms in zip(*parts, strict=True))  # (chunks, ...)
     # KL = sum_v p_t (t - s) - (log Z_t - log Z_s), with logits s, t and p_t = exp(t) / Z_t
     sum_t = log_t.logsumexp(0)
     gap = ((log_t - sum_t).exp() * gaps).sum(0)
@@ -52,16 +52,16 @@ def kl_divergence(
 def _chunk(
     x: Tensor, head: Tensor, x_teacher: Tensor, head_teacher: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Z_s, log Z_t and the mean of t - s under p_t, of a chunk alone, (N,) each."""
-    s = _logits(x, head)  # (N, chunk)
-    t = _logits(x_teacher, head_teacher)  # (N, chunk)
+    """Return log Z_s, log Z_t and the mean of t - s under p_t, of a chunk alone, (...,) each."""
+    s = _logits(x, head)  # (..., chunk)
+    t = _logits(x_teacher, head_teacher)  # (..., chunk)
     log_t = t.logsumexp(-1)
-    gap = ((t - log_t[:, None]).exp() * (t - s)).sum(-1)
+    gap = ((t - log_t[..., None]).exp() * (t - s)).sum(-1)
     return s.logsumexp(-1), log_t, gap
 
 
 def _logits(x: Tensor, head: Tensor) -> Tensor:
-    """Return logits of some tokens of the vocabulary, (N, rows of head), float32 at least.
+    """Return logits of some tokens of the vocabulary, (..., rows of head), float32 at least.
 
     Also for bfloat16 weights: rounding the logits alone would make a KL of some 1e-3 nats.
     """

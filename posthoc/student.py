@@ -48,14 +48,9 @@ class Pair(nn.Module):
     def token_kl(self, x: Tensor, taught: Tensor) -> Tensor:
         """Return the KL (B, T) of every token, from the states of `hidden`."""
         teacher = self.frozen[0]
-        kl = kl_divergence(
-            x.flatten(0, 1),
-            self.student.head_weight(),
-            taught.flatten(0, 1),
-            teacher.head_weight(),
-            teacher.n_vocab,
-        )  # (B T,)
-        return kl.view(x.shape[:2])
+        return kl_divergence(
+            x, self.student.head_weight(), taught, teacher.head_weight(), teacher.n_vocab
+        )
 
 
 def make_student(teacher: GPT, plan: str, alpha: Any, config: Any) -> GPT:

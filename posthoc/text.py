@@ -8,6 +8,7 @@ turns into text.
 import random
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,12 @@ def text_of_rows(meta: dict) -> TextOf:
 
     Chats become text by the teacher's template, which is read at the first chat.
     """
-    chat: Any = None
+    chat_tokenizer = cache(partial(load_chat_tokenizer, meta))
 
     def text_of(row: dict) -> Any:
-        nonlocal chat
         if not isinstance(row.get("messages"), list):
             return plain_text(row)
-        if chat is None:
-            chat = load_chat_tokenizer(meta)
-        return chat.apply_chat_template(row["messages"], tokenize=False)
+        return chat_tokenizer().apply_chat_template(row["messages"], tokenize=False)
 
     return text_of
 
@@ -135,10 +133,9 @@ def text_fingerprint(held: list[Tensor], lists_of_files: list[str]) -> str:
     names = [fingerprint("blocks", [ids.flatten().numpy() for ids in held])]
     for text in lists_of_files:
         for path in input_files(text):
-            data = np.zeros(0, np.uint8)
-            if path.stat().st_size > 0:  # an empty file cannot be mapped
-                data = np.memmap(path, np.uint8, mode="r")
-            names.append(fingerprint(path.name, [data]))
+            # An empty file cannot be mapped.
+            data = [np.memmap(path, np.uint8, mode="r")] if path.stat().st_size else []
+            names.append(fingerprint(path.name, data))
     return " ".join(names)
 
 
