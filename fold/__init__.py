@@ -59,7 +59,6 @@ checks it. gains.py folds gains on the same graph. hub.py is for models of trans
 repository also has gpt.py, for its own model.
 """
 
-import copy
 import json
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -212,7 +211,7 @@ def fold(
             the uncentred weights, which costs the memory of an embedding matrix.
         insert: insert centrings where they fold more norms than they are.
         check: each of the RMSNorms checks that its input is centred, and raises FoldError if not.
-            That costs one more reduction in each call.
+            That costs two more reductions in each call.
 
     Returns:
         (folded copy, certificate). The certificate names the norms that were left and why. If its
@@ -257,12 +256,18 @@ def parametrize_cbwc(model: nn.Module, report: Report, insert: bool = False) -> 
         insert: insert centrings where they fold more norms than they are.
 
     Raises:
-        FoldError: the report is of another model or by the paper's rules.
+        FoldError: the report is of another model or by the paper's rules, or the copy computes
+            another function, checked as `fold` checks its own.
     """
     _require_report_of(model, report)
-    new = copy.deepcopy(model)
     plan, _ = report.analysis.plan(untie=True, insert=insert)
-    reparametrize(plan, new)
+    convert = partial(reparametrize, plan)
+    new, certificate = changed(model, convert, report.inputs, what="parametrize_cbwc")
+    if not certificate.ok:
+        raise FoldError(
+            f"{report.model} with centred weights and RMSNorms is another function "
+            f"({certificate.reason}): keep its LayerNorms"
+        )
     return new
 
 

@@ -401,8 +401,9 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
 
     Yields:
         Lists of alternatives: the next one is for a model that does not take the last. Axes change
-        together that have the same size, or the same place in their tensors. Shorter comes before
-        longer, because an index beyond a table of positions breaks a process on a GPU.
+        together that have the same size, or the same place in their tensors. Longer is tried after
+        shorter, and on a GPU only where that is not taken: an index beyond a table of positions
+        breaks a process there.
     """
     leaves, structure = tree_flatten(inputs)
     tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel()}
@@ -420,6 +421,7 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
             new[i] = new[i].index_select(axis, index)
         return changed(new)
 
+    on_cpu = all(x.device.type == "cpu" for x in tensors.values())
     sizes = {(i, axis): size for i, x in tensors.items() for axis, size in enumerate(x.shape)}
     by_size = [[at for at in sizes if sizes[at] == size] for size in sizes.values()]
     by_place = [[at for at in sizes if at[1] == axis] for _, axis in sizes]
@@ -428,6 +430,8 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
             resized(axes, lambda size: size - 1 if size > 2 else size + 1),
             resized(axes, lambda size: 2 * size if size < 32 else size // 2),
         ]
+        if on_cpu:
+            yield [resized(axes, lambda size: 2 * size if size < 32 else size + 1)]
     # Axes more, of the last one's size: so norms of a fixed size take it, if it comes last. Axes
     # less: an example of (1, 1, T, C) may hide what happens to (T, C). In front: an example without
     # a batch, as convolutions take it, may hide what happens to a batch.

@@ -119,6 +119,11 @@ class Graph:
     def _export(self, inputs: Inputs) -> torch.export.ExportedProgram:
         """Export the model, and note what each of its modules takes and returns."""
         args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            raise FoldError(
+                f"{type(self.model).__name__} is on the meta device, and rules are tried out on "
+                "numbers: load its weights first"
+            )
         try:
             # A copy, because a forward may keep the exporter's tensors as attributes.
             model = copy.deepcopy(self.model)
@@ -142,7 +147,7 @@ class Graph:
             raise FoldError(
                 f"{type(self.model).__name__} cannot be exported with these inputs "
                 f"({first_line(error)}): "
-                "leave out caches (use_cache=False) and branches on values"
+                "leave out caches (use_cache=False), branches on values and ScriptModules"
             ) from error
 
     def _use_first_names(self) -> None:

@@ -253,7 +253,7 @@ def feeds(line: Line) -> Feeds:
         return Feeds()  # x - mean(x) has zero mean whatever x is
     if node.op == "placeholder":
         return Feeds(failure=f"{describe(node)} need not have a zero mean")
-    failure = f"{describe(node)} does not keep a zero mean"
+    failure = f"{describe(node)} is not known to keep a zero mean"
     if not (is_float(node) and str(made_by(node).target).startswith(LINEAR)):
         return Feeds(failure=failure)
     inputs = []
