@@ -47,14 +47,39 @@ def launch(tmp_path: Path):
 
 @pytest.fixture
 def train_ok(launch):
-    """train_ok(*argv, ranks=1): run to the end, which must be exit code 0 on all ranks."""
+    """train_ok(*argv, **how): run to the end, which must be exit code 0 on all ranks.
 
-    def run(*argv: object, ranks: int = 1, patch: tuple[str, dict] | None = None) -> Job:
-        job = launch(*argv, ranks=ranks, patch=patch)
-        assert set(job.wait()) == {0}, job.text()
+    `how` is for launch.
+    """
+
+    def run(*argv: object, timeout: float = 120, **how) -> Job:
+        job = launch(*argv, **how)
+        assert set(job.wait(timeout)) == {0}, job.text()
         return job
 
     return run
+
+
+@pytest.fixture
+def train_fails(launch):
+    """train_fails(*argv, code=1, **how) -> the one error line of a run that must end so.
+
+    `how` is for launch.
+    """
+
+    def run(*argv: object, code: int = 1, **how) -> str:
+        job = launch(*argv, **how)
+        assert set(job.wait()) == {code} and "Traceback" not in job.text(), job.text()
+        [line] = [line for line in job.text().splitlines() if line.startswith("error:")]
+        return line
+
+    return run
+
+
+@pytest.fixture
+def handlers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that runs in this process leaves its signal handlers alone."""
+    monkeypatch.setattr("signal.signal", lambda *words: None)
 
 
 @pytest.fixture(scope="session")

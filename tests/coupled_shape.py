@@ -1,11 +1,17 @@
 """A small coupled model's shape and a batch for it."""
 
-import torch
+from dataclasses import replace
 
-from model import GPTConfig
+from helpers import shake, tokens
+
+from model import GPT, GPTConfig
 
 SHAPE = GPTConfig(
     vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2, norm_type="coupled"
 )
-TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5))
+TOKENS = tokens(3, 9, seed=5)
 IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
+
+
+def gpt(**keys) -> GPT:
+    return shake(GPT(replace(SHAPE, **keys)))

@@ -3,7 +3,7 @@ computes.
 """
 
 import torch
-from helpers import shake
+from helpers import shake, tokens
 
 from decode.pack import pack
 from decode.step import Decoder
@@ -97,13 +97,13 @@ def make(shape: str, norm: str, init_std: float = 0.1, seed: int = 0, **keys) ->
     model = shake(GPT(config, seed))
     if config.norm_type == "taper":
         model.train().set_step(1, 10)
-        model(torch.randint(0, 61, (4, 32), generator=torch.Generator().manual_seed(1)))
+        model(tokens(4, 32, seed=1, below=61))
         model.set_step(5, 10)
     return model.eval()
 
 
-def prompt(batch: int, tokens: int = 7) -> torch.Tensor:
-    return torch.randint(0, 61, (batch, tokens), generator=torch.Generator().manual_seed(7))
+def prompt(batch: int, length: int = 7) -> torch.Tensor:
+    return tokens(batch, length, seed=7, below=61)
 
 
 @torch.no_grad()

@@ -31,11 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.shards import write_meta
 from training.checkpoint import read_checkpoint
 
 sys.path.append(str(Path(__file__).parent))  # as pytest has it
-from helpers import TINY, Job, same, write_items, write_tiny_shards
+from helpers import BYTES, TINY, Job, same, write_items, write_tiny_shards
 
 KILLS = ("kill", "torn")
 MODES = (*KILLS, "ENOSPC", "EIO", "EACCES", "full")
@@ -107,8 +106,7 @@ def build(folder: Path) -> Path:
 
 def programs(folder: Path) -> list[Program]:
     """Write what the programs read. Returns all programs under test."""
-    data = write_tiny_shards(folder / "data", vocab=200)
-    write_meta(data, {"tokenizer": "bytes", "vocab_size": 257})
+    data = write_tiny_shards(folder / "data", vocab=200, meta=BYTES)
     items = write_items(folder / "items.jsonl", 3)
     lines = ("the man sits under the table; the dog runs over it. " * 40).split(";")
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))

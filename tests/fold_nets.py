@@ -17,8 +17,6 @@ class Net(nn.Module):
     def __init__(self, forward, **parts):
         super().__init__()
         self.function = forward
-        self.ln, self.ln2, self.out = nn.LayerNorm(C), nn.LayerNorm(C), nn.Linear(C, 3)
-        self.a, self.b = nn.Linear(C, C), nn.Linear(C, C)
         for name, part in parts.items():
             setattr(self, name, part)
 
@@ -26,11 +24,18 @@ class Net(nn.Module):
         return self.function(self, x)
 
 
-def net(forward, **parts) -> nn.Module:
-    torch.manual_seed(0)
-    model = Net(forward, **parts).double().eval()
+def prepared(model: nn.Module) -> nn.Module:
+    model = model.double().eval()
     randomize(model)
     return model
+
+
+def net(forward, **parts) -> nn.Module:
+    """A Net with two norms and three linears, and with parts of its own."""
+    torch.manual_seed(0)
+    common = {"ln": nn.LayerNorm(C), "ln2": nn.LayerNorm(C), "out": nn.Linear(C, 3)}
+    common |= {"a": nn.Linear(C, C), "b": nn.Linear(C, C)}
+    return prepared(Net(forward, **common | parts))
 
 
 def counts(report) -> tuple[int, int, int, int, int]:

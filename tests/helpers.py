@@ -14,6 +14,7 @@ import os
 import random
 import re
 import socket
+import subprocess
 import sys
 import time
 import zlib
@@ -115,7 +116,12 @@ def offline_data(name: str) -> Path:
     return root / name
 
 
-def write_tiny_shards(folder: Path, train: int = 20000, val: int = 2000, vocab: int = 60) -> Path:
+BYTES = {"tokenizer": "bytes", "vocab_size": 257}  # meta.json of data in bytes
+
+
+def write_tiny_shards(
+    folder: Path, train: int = 20000, val: int = 2000, vocab: int = 60, meta: dict | None = None
+) -> Path:
     """Shards of a learnable sequence (each token depends on the one before, with noise)."""
     from data.shards import write_meta, write_shard
 
@@ -124,15 +130,24 @@ def write_tiny_shards(folder: Path, train: int = 20000, val: int = 2000, vocab: 
     for split, count in (("train", train), ("val", val)):
         noise = random.randint(0, 3, count)
         write_shard(folder / f"tiny_{split}_000000.bin", np.cumsum(1 + noise) % vocab)
-    write_meta(
-        folder,
-        {
-            "tokenizer": "chars",
-            "vocab_size": vocab,
-            "chars": "".join(chr(48 + i) for i in range(vocab)),
-        },
-    )
+    write_meta(folder, meta or chars_meta(vocab))
     return folder
+
+
+def chars_meta(vocab: int) -> dict:
+    """meta.json of data in characters, which count on from 0."""
+    chars = "".join(chr(48 + i) for i in range(vocab))
+    return {"tokenizer": "chars", "vocab_size": vocab, "chars": chars}
+
+
+def save_model(path: Path, model: torch.nn.Module, meta: dict | None = None) -> str:
+    """Write the checkpoint of a model, in a folder that is made if need be."""
+    from training.checkpoint import save_checkpoint
+
+    path.parent.mkdir(exist_ok=True)
+    state = {"config": vars(model.config), "meta": meta or {}, "model": model.state_dict()}
+    save_checkpoint(path, {"step": 1, **state})
+    return str(path)
 
 
 ITEM_WORDS = [
@@ -168,6 +183,19 @@ def write_items(path: Path, count: int) -> Path:
         )
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
     return path
+
+
+def run_python(
+    *words: object, cwd: Path = ROOT, code: int | None = 0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python as a user starts it, with these variables as well. `code` (None: any) is how it
+    must end.
+    """
+    command = [sys.executable, *map(str, words)]
+    keys = {"capture_output": True, "text": True, "timeout": 1200}
+    done = subprocess.run(command, cwd=cwd, env=os.environ | env, **keys)
+    assert code in (None, done.returncode), done.stdout[-2000:] + done.stderr[-2000:]
+    return done
 
 
 def _write_to(output: str) -> None:
@@ -276,6 +304,16 @@ class Job:
         return "\n".join(path.read_text() for path in self.outputs if path.exists())
 
 
+class Malice:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
 def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
     """Bytes of each file in a folder, and when it was written."""
     return {
@@ -295,8 +333,16 @@ def records(out_dir: Path) -> list[dict]:
     return found
 
 
+def json_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def events(out_dir: Path, kind: str) -> list[dict]:
+    return [record for record in records(out_dir) if record["event"] == kind]
+
+
 def steps_of(out_dir: Path) -> list[dict]:
-    return [record for record in records(out_dir) if record["event"] == "step"]
+    return events(out_dir, "step")
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -318,16 +364,23 @@ def same_weights(a: Path, b: Path) -> bool:
     return same(weights(a), weights(b))
 
 
-def losses(out_dir: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in steps_of(out_dir)}
+def same_run(a: Path, b: Path) -> bool:
+    """Two runs have the same losses, evaluations and weights, to the last bit."""
+    return losses(a) == losses(b) and val_losses(a) == val_losses(b) and same_weights(a, b)
+
+
+def losses(out_dir: Path, name: str = "loss") -> dict[int, float]:
+    return {record["step"]: record[name] for record in steps_of(out_dir)}
 
 
 def val_losses(out_dir: Path) -> dict[int, float]:
-    return {
-        record["step"]: record["val_loss"]
-        for record in records(out_dir)
-        if record["event"] == "eval"
-    }
+    return {record["step"]: record["val_loss"] for record in events(out_dir, "eval")}
+
+
+def apart(a: dict[int, float], b: dict[int, float]) -> float:
+    """How far the losses of two runs are apart, which have the same steps."""
+    assert a.keys() == b.keys()
+    return max(abs(a[step] - b[step]) for step in a)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -335,6 +388,11 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torc
     return torch.randn(
         *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     ).to(dtype)
+
+
+def tokens(*shape: int, seed: int = 0, below: int = 32) -> torch.Tensor:
+    """Token ids, always the same for a seed."""
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
@@ -353,6 +411,14 @@ def shake(module: torch.nn.Module) -> torch.nn.Module:
             seed = zlib.crc32(role.encode())
             parameter += 0.3 * draw(*parameter.shape, seed=seed)
     return module
+
+
+def plan(norm_type: str, n_layer: int = 12, norm_plan: str = "", channels: int = 768, **keys):
+    """The NormPlan of a model without biases."""
+    from norm_plan import NormConfig, NormPlan
+
+    config = NormConfig(norm_type=norm_type, norm_plan=norm_plan, **keys)
+    return NormPlan(config, n_layer, channels, bias=False)
 
 
 def random_sections(

@@ -89,12 +89,9 @@ def gain_and_bias(y, t):
 
 def exact_activation(t, kind):
     u = t.x * t.s if t.b is None else t.x * t.s + t.b
-    if kind == "swiglu":
+    if kind in GATED:
         gate, up = u.chunk(2, -1)
-        return (F.silu(gate) * up,)
-    if kind == "geglu":
-        gate, up = u.chunk(2, -1)
-        return (F.gelu(gate, approximate="tanh") * up,)
+        return (up * (F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")),)
     tanh = "tanh" if kind == "gelu_tanh" else "none"
     return (F.relu(u) ** 2 if kind == "relu2" else F.gelu(u, approximate=tanh),)
 

@@ -2,13 +2,13 @@
 after training.
 """
 
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from helpers import chars_meta, save_model
 
 from model import GPT, GPTConfig
-from training.checkpoint import BEST, save_checkpoint
+from training.checkpoint import BEST
 
 SHAPE = GPTConfig(
     vocab_size=64,
@@ -44,15 +44,8 @@ def train() -> GPT:
 
 def write_run(model: GPT, folder: Path) -> Path:
     """A run folder with the model's best checkpoint, and a text that it knows."""
-    meta = {
-        "tokenizer": "chars",
-        "vocab_size": 60,
-        "chars": "".join(chr(48 + i) for i in range(60)),
-    }
-    save_checkpoint(
-        folder / BEST,
-        {"step": 0, "config": asdict(model.config), "meta": meta, "model": model.state_dict()},
-    )
+    meta = chars_meta(60)
+    save_model(folder / BEST, model, meta)
     text = "".join(meta["chars"][i] for i in sequences(200, 7).flatten())
     (folder / "text.txt").write_text(text)
     return folder

@@ -142,34 +142,45 @@ def test_wrong_type_in_a_file_names_file_key_and_type(line, wanted, config_file)
         parse(config_file(line))
 
 
-def test_auto_is_none_and_numbers_are_one_or_several(config_file):
-    auto = parse("--attn_bias=auto", "--n_kv=auto", "--name=auto")
-    assert (auto.attn_bias, auto.n_kv, auto.name) == (None, None, None)
-    assert (
-        parse("--attn_bias=false").attn_bias,
-        parse("--n_kv=2").n_kv,
-        parse("--name=x").name,
-    ) == (False, 2, "x")
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("attn_bias", "auto", None),
+        ("attn_bias", "false", False),
+        ("n_kv", "auto", None),
+        ("n_kv", "2", 2),
+        ("name", "auto", None),
+        ("name", "x", "x"),
+        ("alpha", "2", 2.0),
+        ("alpha", "1,2.5", (1.0, 2.5)),
+        ("alpha", "(1, 2.5)", (1.0, 2.5)),
+        ("scaling", "8,1", (8.0, 1.0)),
+        ("names", "a,b-1", ("a", "b-1")),
+        ("names", "a", ("a",)),
+        ("names", "", ()),
+    ],
+)
+def test_auto_is_none_and_values_are_one_or_several(key, text, value):
+    assert getattr(parse(f"--{key}={text}"), key) == value
+
+
+def test_auto_and_several_values_in_a_file(config_file):
     file = config_file(
         "attn_bias = None\nn_kv = 'auto'\nname = 'auto'\nalpha = [1, 2.5]\nscaling = (1,)"
     )
     assert parse(file) == Config(alpha=(1.0, 2.5), scaling=(1.0,))
-    assert parse("--alpha=2").alpha == 2.0
-    assert parse("--alpha=1,2.5").alpha == parse("--alpha=(1, 2.5)").alpha == (1.0, 2.5)
-    assert parse("--scaling=8,1").scaling == (8.0, 1.0)
-    for text, names in (("a,b-1", ("a", "b-1")), ("a", ("a",)), ("", ())):
-        assert parse(f"--names={text}").names == names
 
 
 def test_later_words_win(config_file):
-    first, second = (
-        config_file("n_layer = 1\nout_dir = 'x'", "first.py"),
-        config_file("n_layer = 2", "second.py"),
-    )
-    assert parse(first, second) == Config(n_layer=2, out_dir="x")
-    assert parse(second, first).n_layer == 1
-    assert parse("--n_layer=3", first).n_layer == 1
-    assert parse(first, "--n_layer=3", "--n_layer=4").n_layer == 4
+    first = config_file("n_layer = 1\nout_dir = 'x'", "first.py")
+    second = config_file("n_layer = 2", "second.py")
+    for words, n_layer in (
+        ((first, second), 2),
+        ((second, first), 1),
+        (("--n_layer=3", first), 1),
+        ((first, "--n_layer=3", "--n_layer=4"), 4),
+    ):
+        assert parse(*words) == Config(n_layer=n_layer, out_dir="x")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from coupled_shape import IDX, SHAPE, TARGETS
-from helpers import close, shake
+from coupled_shape import IDX, SHAPE, TARGETS, gpt
+from helpers import close
 
 from common.errors import ConfigError
 from model import GPT, FoldedBlock
@@ -27,10 +27,6 @@ CASES = [
     {"coupled_first": 1, "norm_gain": "none"},
     {"coupled_calibrate": 5, "coupled_span": 3},
 ]
-
-
-def gpt(**keys) -> GPT:
-    return shake(GPT(replace(SHAPE, **keys)))
 
 
 def same_loss_and_gradients(model: GPT, other: GPT) -> None:

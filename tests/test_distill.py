@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import small_rms
 import torch
-from helpers import ROOT, contents, records
+from helpers import ROOT, contents, events, records
 from small_rms import SHAPE, L, sequences
 
 import distill
@@ -38,6 +38,7 @@ from training.loop import Loop
 from training.run import RunFolder
 
 pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("handlers_stay")
 WORDS = (
     "--rank=4",
     "--adapter_alpha=8",
@@ -66,21 +67,12 @@ def words(run_folder, tmp_path):
     ]
 
 
-@pytest.fixture(autouse=True)
-def handlers_stay(monkeypatch):
-    monkeypatch.setattr("signal.signal", lambda *words: None)
-
-
 def start(words) -> Loop:
     """A run that is set up; `.run()` trains."""
     config = parse_args(distill.DistillConfig, words)[0]
     folder = RunFolder(config, Ranks.start(config.device))
     folder.find(config.resume, (DISTILLING,))
     return distill.set_up(config, folder)
-
-
-def evals(folder):
-    return [event for event in records(folder) if event["event"] == "eval"]
 
 
 @pytest.mark.parametrize("method", ["dora", "lora", "full"])
@@ -96,7 +88,7 @@ def test_the_student_learns_and_the_teacher_does_not_move(method, words, run_fol
     loop.run()
     with torch.no_grad():
         assert torch.equal(teacher(idx), before(idx))  # error exactly 0
-    first, *_, last = evals(tmp_path / "out")
+    first, *_, last = events(tmp_path / "out", "eval")
     assert last["kl"] < first["kl"] and first["teacher_val_loss"] == last["teacher_val_loss"]
     result, student = records(tmp_path / "out")[-1]["summary"], load_model(str(tmp_path / "out"))
     merged = loop.objective.measure(loop, distill.Pair(teacher, student), "eval")["kl"]
@@ -145,7 +137,7 @@ def test_adapters_start_at_a_teacher_in_bfloat16(method, words):
 # float16 scales its loss
 @pytest.mark.parametrize("method, dtype", [("dora", "float32"), ("full", "float16")])
 def test_resume_is_exact(method, dtype, words, tmp_path):
-    words = [*words, f"--method={method}", f"--dtype={dtype}", "--coupled_first=1"]
+    words += [f"--method={method}", f"--dtype={dtype}", "--coupled_first=1"]
     words += ["--checkpoint_activations=False"]
     halves = [*words, f"--out_dir={tmp_path / 'halves'}"]
     distill.main([*words, f"--out_dir={tmp_path / 'whole'}"])
@@ -204,10 +196,8 @@ def test_other_data_are_refused_on_resume_and_another_place_is_told(words, run_f
     state["provenance"]["versions"]["torch"] = "1.0"
     torch.save(state, path)
     distill.main([*words, "--max_iters=2", "--device=auto"])  # the same device
-    told = records(tmp_path / "out")
-    resume = next(event for event in told if event["event"] == "resume")
-    versions = f"torch 1.0 -> {torch.__version__}"
-    assert resume["changed"] == ["max_iters 1 -> 2", "world_size 4 -> 1", versions]
+    changed = ["max_iters 1 -> 2", "world_size 4 -> 1", f"torch 1.0 -> {torch.__version__}"]
+    assert events(tmp_path / "out", "resume")[0]["changed"] == changed
 
 
 def test_a_finished_distillation(words, tmp_path, capsys, monkeypatch):
@@ -249,19 +239,17 @@ def test_a_resumed_distillation_keeps_to_its_commit(words, run_folder, monkeypat
     assert len(asked) > 3 and set(asked) == {"old"}
 
 
-def test_activation_checkpointing_changes_nothing(words, tmp_path, monkeypatch):
-    calls, forward = {"True": 0, "False": 0}, model.Block.forward
-
-    def counted(block, *inputs):
-        calls[value] += 1
-        return forward(block, *inputs)
-
-    monkeypatch.setattr(model.Block, "forward", counted)
-    for value in calls:
-        keys = [f"--out_dir={tmp_path / value}", f"--checkpoint_activations={value}"]
-        distill.main([*words, *keys, "--max_iters=3"])
-    assert evals(tmp_path / "True") == evals(tmp_path / "False")
-    assert calls["True"] - calls["False"] == 3 * 2 * L  # each block once more, a micro-batch
+def test_activation_checkpointing_changes_nothing(words, tmp_path):
+    calls, forward = [], model.Block.forward
+    for value in ("False", "True"):
+        words += [f"--out_dir={tmp_path / value}", f"--checkpoint_activations={value}"]
+        with mock.patch.object(
+            model.Block, "forward", autospec=True, side_effect=forward
+        ) as counted:
+            distill.main([*words, "--max_iters=3"])
+        calls.append(counted.call_count)
+    assert events(tmp_path / "True", "eval") == events(tmp_path / "False", "eval")
+    assert calls[1] - calls[0] == 3 * 2 * L  # each block once more, a micro-batch
 
 
 def test_what_is_measured(words, monkeypatch):
@@ -283,14 +271,13 @@ def test_what_is_measured(words, monkeypatch):
     assert found["kl_first"] == 100 and found["kl"] == pytest.approx(112)
 
 
-def test_two_ranks_do_what_one_does(words, run_folder, tmp_path, launch):
+def test_two_ranks_do_what_one_does(words, run_folder, tmp_path, train_ok):
     # The plan is chosen, too.
     words = [word for word in words if "coupled_first" not in word] + ["--budget=1e-3"]
     distill.main([*words, f"--out_dir={tmp_path / 'one'}"])
-    two = [*words, f"--out_dir={tmp_path / 'two'}"]
-    job = launch(*two, ranks=2, program="distill", patch=("ranks_disagree", {}))
-    assert set(job.wait()) == {0}, job.text()
-    for one, two in zip(evals(tmp_path / "one"), evals(tmp_path / "two"), strict=True):
+    two = f"--out_dir={tmp_path / 'two'}"
+    train_ok(*words, two, ranks=2, program="distill", patch=("ranks_disagree", {}))
+    for one, two in zip(*(events(tmp_path / name, "eval") for name in ("one", "two")), strict=True):
         assert one["step"] == two["step"] and two["kl"] == pytest.approx(one["kl"], rel=1e-3)
     one, two = (load_model(str(tmp_path / name)) for name in ("one", "two"))
     assert str(one.plan) == str(two.plan) and "s" in one.plan.letters
@@ -319,7 +306,7 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
     # A finished run is repeated (nothing trains), and continued.
     for steps, measured in ((2, [0, 2]), (2, [0, 2]), (4, [0, 2, 3, 4])):
         distill.main([*words, f"--max_iters={steps}"])
-        assert [event["step"] for event in evals(tmp_path / "out")] == measured
+        assert [event["step"] for event in events(tmp_path / "out", "eval")] == measured
         exported = distill.weights.load_hf(tmp_path / "out" / "hf")
         with torch.no_grad():
             found.append(exported(idx))
@@ -480,11 +467,10 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
     results = tmp_path / "results"
     results.mkdir()
     (results / "sizes.jsonl").write_text("old\n")
-    keys = {"PYTHON": str(tmp_path / "python"), "OUT": str(tmp_path / "out"), "JOBS": "2"}
-    keys["RESULTS"] = str(results)
+    places = {name: str(tmp_path / name.lower()) for name in ("PYTHON", "OUT", "RESULTS")}
     for _ in range(2):
         command = ["bash", "repro/posthoc.sh", str(tmp_path)]
-        subprocess.run(command, cwd=tmp_path, env=os.environ | keys, check=True)
+        subprocess.run(command, cwd=tmp_path, env=os.environ | places | {"JOBS": "2"}, check=True)
     assert (tmp_path / "calls").read_text().split().count("posthoc.rms_stats") == 1
     assert (results / "sizes.jsonl").read_text() == "new\n"
     found = {}  # (program, name of its run folder) -> config

@@ -3,17 +3,16 @@
 python -m pytest tests/test_load.py
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import shake
+from helpers import save_model, shake
 
 from common.errors import CheckpointError
 from load import init_from
 from model import GPT, GPTConfig
 from norm_types import NORM_TYPES
-from training.checkpoint import save_checkpoint
 
 SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=8, n_layer=2, n_head=2, n_embd=16)
 
@@ -24,10 +23,7 @@ def saved(tmp_path):
 
     def save(**keys):
         model = shake(GPT(replace(SHAPE, **keys))).float()
-        path = tmp_path / "source.pt"
-        state = {"step": 0, "config": asdict(model.config), "meta": {}, "model": model.state_dict()}
-        save_checkpoint(path, state)
-        return str(path), model
+        return save_model(tmp_path / "source.pt", model), model
 
     return save
 

@@ -7,15 +7,14 @@ papers.
 """
 
 import inspect
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from coupled_shape import IDX, TARGETS, gpt
 from helpers import close, draw, shake
 
 from common.errors import ConfigError
-from model import GPT, GPTConfig
 from norm_plan import NORMS, NormConfig
 from norm_types import NORM_TYPES, NormType, uniform
 from norms import (
@@ -27,17 +26,6 @@ from norms import (
     SharedRMSNorm,
     center,
 )
-
-SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2)
-
-
-def gpt(norm_type, **keys):
-    return shake(GPT(replace(SHAPE, norm_type=norm_type, **keys)))
-
-
-TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5))
-IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
-
 
 # ----------------------------------------------------------------------------- the norms themselves
 
@@ -164,7 +152,7 @@ def test_the_keys_of_the_norm_types_are_these():
     "norm_type", [name for name, row in NORM_TYPES.items() if "none" in row.gain_kinds]
 )
 def test_norm_gain_none_has_no_norm_parameters(norm_type):
-    model = gpt(norm_type, norm_gain="none", bias=True, qk_norm="head")
+    model = gpt(norm_type=norm_type, norm_gain="none", bias=True, qk_norm="head")
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters() if "norm" in name}
     # Parameters that are no gains: alpha and shift shape the function, scale is the embeddings'.
     others = {"dyt": {"alpha", "scale"}, "derf": {"alpha", "shift", "scale"}}
@@ -201,7 +189,7 @@ def register_manhattan(monkeypatch):
 def test_a_new_norm_type_is_one_class_and_two_rows(monkeypatch):
     register_manhattan(monkeypatch)
     assert len(inspect.getsource(register_manhattan).splitlines()) <= 20
-    model = gpt("manhattan")
+    model = gpt(norm_type="manhattan")
     assert str(model.plan) == "MM MM MM MM M"
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for _ in range(3):

@@ -457,23 +457,24 @@ def test_divergence_under_other_settings_is_another_experiment(sweep, capsys):
     assert "taper, seed 99: step 100: the loss on rank 0 is not finite" in text
 
 
-def append_stability(run: Path, logit: float | None, clipped: float, spikes: int) -> None:
-    append(run, event="stability", attention_logit=logit, clipped=clipped, spikes=spikes)
-
-
 def test_divergence_is_a_result(sweep):
     """Also where all runs of an arm diverged; runs without the events have no other outcomes."""
+    of_all = {"event": "stability", "spikes": 3}
     for seed in SEEDS:
         append(sweep / f"taper-{seed}", **DIVERGED)
         for norm_type, logit in (("rms", 7.0), ("layer", 30.0 + seed)):
-            for figures in ((99.0, 1.0, 9), (logit, 0.25 + 0.5 * (seed % 2), 3)):  # the last counts
-                append_stability(sweep / f"{norm_type}-{seed}", *figures)
-    append_stability(sweep / "rms-8", None, 0, 3)
+            run, clipped = sweep / f"{norm_type}-{seed}", 0.25 + 0.5 * (seed % 2)
+            append(run, event="stability", attention_logit=99.0, clipped=1.0, spikes=9)
+            append(run, attention_logit=logit, clipped=clipped, **of_all)  # the last counts
+    append(sweep / "rms-8", attention_logit=None, clipped=0, **of_all)
     text = written(sweep)
-    assert "- taper: no verdict: 8 of 8 runs diverged" in text
-    assert "| `layer` | 8 | 0 | 50 % | 3.0 | 45.0 |" in text
-    assert "| `rms` | 8 | 0 | 47 % | 3.0 | 7.0 |" in text
-    assert "| `taper` | 8 | 8 | n/a | n/a | n/a |" in text
+    for line in (
+        "- taper: no verdict: 8 of 8 runs diverged",
+        "| `layer` | 8 | 0 | 50 % | 3.0 | 45.0 |",
+        "| `rms` | 8 | 0 | 47 % | 3.0 | 7.0 |",
+        "| `taper` | 8 | 8 | n/a | n/a | n/a |",
+    ):
+        assert line in text
 
 
 # ------------------------------------------------------------------------- time, items, documents
@@ -523,8 +524,7 @@ def test_hellaswag_is_paired_item_by_item(tmp_path):
     row = rows_of(tmp_path)["hellaswag_acc", "layer"]
     assert row.verdict.direction == "better" and row.estimate.se < 0.5 * (0.3 * 0.7 / 1000) ** 0.5
     (tmp_path / "layer-8" / "hellaswag.jsonl").unlink()
-    write_items(tmp_path / "layer-9", np.ones(5, bool))
-    for run in ("layer-10", "rms-10"):
+    for run in ("layer-9", "layer-10", "rms-10"):
         write_items(tmp_path / run, np.ones(5, bool))
     found = reported(tmp_path)
     assert found.rows[0].seeds == [*SEEDS]
@@ -682,11 +682,10 @@ def test_what_never_ends_is_no_file_of_a_run(tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_reported_on_is_named(tmp_path, words, code, named):
-    student = write_run(tmp_path, "rms", 9)
-    damaged = write_run(tmp_path, "rms", 1)
+    run, student, damaged = (write_run(tmp_path, "rms", seed) for seed in (8, 9, 1))
     (tmp_path / "empty").mkdir()
     places = {
-        "RUN": write_run(tmp_path, "rms", 8),
+        "RUN": run,
         "STUDENT": change_log(student, '"norm_type"', '"teacher": "out/rms", "norm_type"'),
         "DAMAGED": change_log(damaged, '{"event": "step"', "{event"),
         "EMPTY": tmp_path / "empty",

@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo
-from helpers import TINY, close, draw, records, same, shake
+from coupled_shape import IDX, TARGETS
+from helpers import TINY, close, draw, events, same, shake
 from hf_models import save as hf_save
 from hf_models import tiny as hf_tiny
 
@@ -48,10 +49,6 @@ def taper(base, eps=0.1, warmup=3, end=7):
 
 def gpt(**keys):
     return shake(GPT(replace(SHAPE, **keys)))
-
-
-TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5))
-IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
 
 
 def train_to(model, step, lr=1e-2):
@@ -123,9 +120,8 @@ def test_the_steps_of_a_schedule(warmup, end, max_iters, steps):
 
 @pytest.mark.parametrize(("warmup", "end"), [(30.0, 0.5), (0.5, 10.0)])
 def test_a_schedule_that_ends_before_it_begins(warmup, end):
-    keys = {"taper_warmup": warmup, "taper_end": end}
     with pytest.raises(ConfigError, match=r"is step .* of 40, after taper_end"):
-        train.TrainConfig(norm_type="taper", max_iters=40, **keys)
+        train.TrainConfig(norm_type="taper", max_iters=40, taper_warmup=warmup, taper_end=end)
 
 
 # --------------------------------------------------------------------------------- the three phases
@@ -233,11 +229,11 @@ def test_calibration_and_the_maps_that_follow(base, fit):
     close(norm(h)[0], fixed)
 
 
+@pytest.mark.usefixtures("handlers_stay")
 def test_training_hands_over_and_its_best_model_has_lost_its_norms(
     tiny_data, tmp_path, monkeypatch
 ):
     """A taper may cost some loss: the best checkpoint is the best of those that can be folded."""
-    monkeypatch.setattr("signal.signal", lambda *words: None)  # the handlers of this process stay
     # norms whole until step 16, gone from step 24 on
     scripted = iter([2.0, 0.5, 0.9, 1.5, 1.3, 1.4])
     monkeypatch.setattr(train.Evaluator, "val_loss", lambda *words: next(scripted))
@@ -255,8 +251,8 @@ def test_training_hands_over_and_its_best_model_has_lost_its_norms(
     monkeypatch.setattr(train.NextToken, "prepare", watched)
     train.main([*words, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"])
     assert moments == [True] * 4
-    evals = [event for event in records(tmp_path) if event["event"] == "eval"]
-    assert [event["gate"] for event in evals] == [1, 1, pytest.approx(0.9619, abs=1e-3), 0, 0, 0]
+    gates = [event["gate"] for event in events(tmp_path, "eval")]
+    assert gates == [1, 1, pytest.approx(0.9619, abs=1e-3), 0, 0, 0]
     assert torch.load(tmp_path / "ckpt_best.pt", weights_only=True)["step"] == 32
     assert "T" not in to_folded(load_model(str(tmp_path))).plan.letters
 

@@ -14,11 +14,15 @@ import torch
 from helpers import (
     ROOT,
     TINY,
+    apart,
     contents,
+    events,
     keys_of,
     losses,
     records,
+    run_python,
     same,
+    same_run,
     same_weights,
     steps_of,
     val_losses,
@@ -48,8 +52,7 @@ def test_cbwc_trains_as_layer_and_rms_does_not(train_ok, tiny_data, tmp_path, bi
         )
     layer, cbwc, rms = (losses(tmp_path / name) for name in ("layer", "cbwc", "rms"))
     assert len(layer) == 40 and layer[40] < 0.8 * layer[1]
-    assert max(abs(layer[step] - cbwc[step]) for step in layer) <= 1e-12
-    assert max(abs(layer[step] - rms[step]) for step in layer) > 1e-3
+    assert apart(layer, cbwc) <= 1e-12 < 1e-3 < apart(layer, rms)
 
 
 @pytest.mark.parametrize(
@@ -62,68 +65,52 @@ def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, r
     Both signals fall into the taper's decay. All norm types: tests/test_layouts_train.py.
     """
 
-    def words(name: str) -> tuple[str, ...]:
-        return (
-            *TINY,
-            *keys_of(norm_type),
-            "--checkpoint_interval=6",
-            "--eval_interval=15",
-            "--dropout=0.1",
-            f"--dtype={dtype}",
-            f"--data_dir={tiny_data}",
-            f"--out_dir={tmp_path / name}",
-        )
-
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train_ok(*words("whole"), ranks=ranks)
+    words = (*TINY, *keys_of(norm_type), f"--dtype={dtype}", f"--data_dir={tiny_data}")
+    words += ("--checkpoint_interval=6", "--eval_interval=15", "--dropout=0.1")
+    words += (f"--out_dir={broken}",)
+    train_ok(*words, f"--out_dir={whole}", ranks=ranks)
     assert sorted(losses(whole)) == list(range(1, 41))
 
-    job = launch(*words("broken"), ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
+    job = launch(*words, ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
     job.signal_at(broken, 12, signal.SIGTERM)
     assert set(job.wait()) == {0}, job.text()
     end = records(broken)[-1]
     assert end["event"] == "end" and "SIGTERM" in end["reason"] and 12 <= end["step"] < 25
     stopped = losses(broken)
 
-    job = launch(*words("broken"), ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
+    job = launch(*words, ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
     job.signal_at(broken, 25, signal.SIGKILL)
     assert set(job.wait()) == {-9}
     assert torch.load(broken / "ckpt_last.pt", weights_only=True)["step"] == 24
 
-    train_ok(*words("broken"), ranks=ranks)
-    resumes = [record["step"] for record in records(broken) if record["event"] == "resume"]
+    train_ok(*words, ranks=ranks)
+    resumes = [record["step"] for record in events(broken, "resume")]
     assert resumes == [end["step"], 24] and max(stopped) == end["step"]
-    assert losses(broken) == losses(whole)
-    assert val_losses(broken) == val_losses(whole)
-    assert same_weights(broken, whole)
+    assert same_run(broken, whole)
 
 
 @pytest.mark.parametrize(("norm_type", "ranks"), [("rms", 1), ("taper", 2)])
-def test_a_finished_run(launch, train_ok, tiny_data, tmp_path, norm_type, ranks):
+def test_a_finished_run(launch, train_ok, train_fails, tiny_data, tmp_path, norm_type, ranks):
     """Killed before its end it gets one. Then it is left alone, and a longer run goes on."""
-
-    def words(name: str) -> tuple[str, ...]:
-        keys = (*keys_of(norm_type), "--sample_tokens=20", "--lr_schedule=constant")
-        return *TINY, *keys, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}"
-
     out, whole = tmp_path / "run", tmp_path / "whole"
-    train_ok(*words("whole"), ranks=ranks)
-    job = launch(*words("run"), ranks=ranks, patch=("die_in_sample", {}))
+    words = (*TINY, *keys_of(norm_type), "--sample_tokens=20", "--lr_schedule=constant")
+    words += (f"--data_dir={tiny_data}", f"--out_dir={out}")
+    train_ok(*words, f"--out_dir={whole}", ranks=ranks)
+    job = launch(*words, ranks=ranks, patch=("die_in_sample", {}))
     assert set(job.wait()) == {9} and not (out / "samples.txt").exists()
-    train_ok(*words("run"), ranks=ranks)
+    train_ok(*words, ranks=ranks)
     assert losses(out) == losses(whole)
     assert (out / "samples.txt").read_text() == (whole / "samples.txt").read_text()
     assert [event["event"] for event in records(out)[-2:]] == ["resume", "end"]
     assert records(out)[-1]["reason"] == "done"
     before = contents(out)
-    text = train_ok(*words("run"), "--log_interval=3", ranks=ranks).text()
-    assert "finished already" in text
-    for name, value in (("seed", 2), ("max_iters", 20)):
-        job = launch(*words("run"), f"--{name}={value}", ranks=ranks)
-        assert set(job.wait()) == {2}
-        assert f"{name} " in job.text() and f" -> {value}" in job.text()
+    assert "finished already" in train_ok(*words, "--log_interval=3", ranks=ranks).text()
+    for name, then, value in (("seed", 1337, 2), ("max_iters", 40, 20)):
+        told = train_fails(*words, f"--{name}={value}", code=2, ranks=ranks)
+        assert f"{name} {then} -> {value}" in told
     assert contents(out) == before
-    text = train_ok(*words("run"), "--max_iters=45", ranks=ranks).text()
+    text = train_ok(*words, "--max_iters=45", ranks=ranks).text()
     assert "changed since then: max_iters 40 -> 45" in text
     assert sorted(losses(out)) == list(range(1, 46))
 
@@ -148,8 +135,7 @@ def test_a_gap_in_the_log_is_recorded(train_ok, tiny_data, tmp_path, damage, gap
     log.unlink() if left is None else log.write_text(left)
     train_ok(*words, "--lr_schedule=constant")
     assert records(tmp_path / "run")[0]["event"] == "start"
-    resume = next(event for event in records(tmp_path / "run") if event["event"] == "resume")
-    assert resume.get("gap") == gap
+    assert events(tmp_path / "run", "resume")[0].get("gap") == gap
 
 
 BAD = {"rank": None, "step": 3, "name": "blocks.1.mlp.up.weight", "value": "nan"}
@@ -185,23 +171,29 @@ def test_ranks_end_together(launch, train_ok, tiny_data, tmp_path, fault, keys, 
         train_ok(*words, ranks=2)
 
 
+NOTED = """
+import signal, sys
+from common.distributed import StopSignal
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+stop = StopSignal()
+for number in sys.argv[2:]:
+    signal.raise_signal(int(number))
+print(stop.name)
+"""
+
+
 @pytest.mark.parametrize(
-    ("before", "raised", "code", "said"),
+    ("how", "raised", "code", "said"),
     [
-        ("", ["SIGINT"], 0, "SIGINT\n"),
-        ("", ["SIGINT", "SIGINT"], -signal.SIGINT, ""),  # a second Ctrl-C ends at once
-        ("", ["SIGHUP"], 0, "SIGHUP\n"),
-        # Under nohup a closed terminal is nothing.
-        ("signal.signal(signal.SIGHUP, signal.SIG_IGN); ", ["SIGHUP"], 0, "\n"),
+        ("", [signal.SIGINT], 0, "SIGINT\n"),
+        ("", [signal.SIGINT] * 2, -signal.SIGINT, ""),  # a second Ctrl-C ends at once
+        ("", [signal.SIGHUP], 0, "SIGHUP\n"),
+        ("nohup", [signal.SIGHUP], 0, "\n"),  # a closed terminal is nothing
     ],
 )
-def test_signals_are_noted(before, raised, code, said):
-    program = f"import signal; from common.distributed import StopSignal; {before}"
-    program += "stop = StopSignal(); "
-    program += "".join(f"signal.raise_signal(signal.{name}); " for name in raised)
-    command = [sys.executable, "-c", program + "print(stop.name)"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (code, said)
+def test_signals_are_noted(how, raised, code, said):
+    assert run_python("-c", NOTED, how, *map(int, raised), code=code).stdout == said
 
 
 def test_a_reader_that_leaves_does_not_end_the_training(tiny_data, tmp_path):
@@ -228,21 +220,16 @@ def test_a_taper_killed_in_each_phase_goes_on_bit_for_bit(
     checkpoint. Its gains hand over AdamW's moments.
     """
 
-    def words(name: str) -> tuple[str, ...]:
-        keys = ("--checkpoint_interval=6", "--dropout=0.1", f"--optimizer={kind}")
-        run = (f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}")
-        return (*TINY, *keys_of("taper"), *keys, "--n_kv_head=1", "--activation=swiglu", *run)
-
-    text = train_ok(*words("whole")).text()
+    words = (*TINY, *keys_of("taper"), "--n_kv_head=1", "--activation=swiglu", "--dropout=0.1")
+    words += (f"--optimizer={kind}", "--checkpoint_interval=6", f"--data_dir={tiny_data}")
+    words += (f"--out_dir={tmp_path / 'killed'}",)
+    text = train_ok(*words, f"--out_dir={tmp_path / 'whole'}").text()
     assert ("muon for 14 matrices, adamw for the rest" in text) == (kind == "muon")
     for step, phase in ((8, "warm"), (21, "blend"), (33, "fixed")):
         assert TaperSchedule(10, 30).at(step, 40)[0] == phase
-        assert set(launch(*words("killed"), patch=("die_after", {"step": step})).wait()) == {9}
-    train_ok(*words("killed"))
-    resumes = [
-        event["step"] for event in records(tmp_path / "killed") if event["event"] == "resume"
-    ]
-    assert resumes == [6, 18, 30]
+        assert set(launch(*words, patch=("die_after", {"step": step})).wait()) == {9}
+    train_ok(*words)
+    assert [event["step"] for event in events(tmp_path / "killed", "resume")] == [6, 18, 30]
     whole = losses(tmp_path / "whole")
     assert losses(tmp_path / "killed") == whole and whole[40] < 0.8 * whole[1]
     states = [
@@ -273,20 +260,15 @@ def test_world_size_invariance(train_ok, tiny_data, tmp_path, norm_type):
             ranks=ranks,
             patch=("record_samples", {"path": str(tmp_path / f"ids{ranks}")}),
         )
-        lines = [
-            line
-            for rank in range(ranks)
-            for line in (tmp_path / f"ids{ranks}.{rank}").read_text().splitlines()
-        ]
-        samples[ranks] = sorted(line for line in lines if int(line.split()[0]) <= 24)
+        text = "".join((tmp_path / f"ids{ranks}.{rank}").read_text() for rank in range(ranks))
+        samples[ranks] = sorted(line for line in text.splitlines() if int(line.split()[0]) <= 24)
         runs[ranks] = losses(out), val_losses(out)
     assert len(samples[1]) == 96 and samples[1] == samples[2] == samples[4]
     for ranks in (2, 4):
-        assert max(abs(runs[1][0][step] - runs[ranks][0][step]) for step in runs[1][0]) <= 1e-5
+        assert apart(runs[1][0], runs[ranks][0]) <= 1e-5
         assert runs[ranks][1].keys() == runs[1][1].keys() == {0, 12, 24}
-        assert (
-            runs[ranks][1][0] == runs[1][1][0]
-        )  # before training: the very same sum, in the same order
+        # before training: the very same sum, in the same order
+        assert runs[ranks][1][0] == runs[1][1][0]
 
 
 def test_blocks_that_are_computed_again_train_alike(train_ok, tiny_data, tmp_path):
@@ -295,8 +277,7 @@ def test_blocks_that_are_computed_again_train_alike(train_ok, tiny_data, tmp_pat
     for value in ("False", "True"):
         out = f"--out_dir={tmp_path / value}"
         train_ok(*words, "--norm_type=coupled", f"--recompute={value}", out, ranks=2)
-    assert losses(tmp_path / "True") == losses(tmp_path / "False")
-    assert same_weights(tmp_path / "True", tmp_path / "False")
+    assert same_run(tmp_path / "True", tmp_path / "False")
 
 
 @pytest.mark.parametrize(
@@ -319,11 +300,10 @@ def test_log_format(train_ok, tiny_data, tmp_path):
     assert last["tokens"] == 40 * 2 * 4 * 16 and last["tok_per_s"] > 0
     assert first["tok_per_s"] is None  # warm-up
     assert end == {"event": "end", "reason": "done", "step": 40, "tok_per_s": end["tok_per_s"]}
-    stable = [event["steps"] for event in records(tmp_path) if event["event"] == "stability"]
-    assert stable == [0, 20, 40]
+    assert [event["steps"] for event in events(tmp_path, "stability")] == [0, 20, 40]
 
 
-def test_init_from_another_norm_and_no_other_function(launch, train_ok, tiny_data, tmp_path):
+def test_init_from_another_norm_and_no_other_function(train_ok, train_fails, tiny_data, tmp_path):
     """A taper of the norm that the weights are of begins as the same function; padding is free."""
     words = (*TINY, f"--data_dir={tiny_data}", "--max_iters=20")
     train_ok(*words, "--norm_type=rms", f"--out_dir={tmp_path / 'rms'}")
@@ -335,32 +315,29 @@ def test_init_from_another_norm_and_no_other_function(launch, train_ok, tiny_dat
     assert "0 are left out" in text
     assert val_losses(tmp_path / "taper")[0] == pytest.approx(after, abs=1e-6)
     for key, told in (("n_head=4", "add --n_head=2"), ("taper_base=layer", "add --taper_base=rms")):
-        job = launch(*words, f"--{key}", f"--out_dir={tmp_path / 'other'}")
-        assert job.wait() == [1] and told in job.text()
+        assert told in train_fails(*words, f"--{key}", f"--out_dir={tmp_path / 'other'}")
 
 
-def test_resume_from_a_path(launch, train_ok, tiny_data, tmp_path):
+def test_resume_from_a_path(train_ok, train_fails, tiny_data, tmp_path):
     words = (*TINY, f"--data_dir={tiny_data}")
     train_ok(*words, "--max_iters=20", f"--out_dir={tmp_path / 'a'}")
     last = f"--resume={tmp_path / 'a' / 'ckpt_last.pt'}"
-    train_ok(*words, last, f"--out_dir={tmp_path / 'b'}")
-    assert records(tmp_path / "b")[0]["event"] == "start" and sorted(
-        losses(tmp_path / "b")
-    ) == list(range(21, 41))
-    job = launch(*words, last, "--max_iters=60", f"--out_dir={tmp_path / 'b'}")
-    assert job.wait() == [1] and "holds another run" in job.text()
+    words += (last, f"--out_dir={tmp_path / 'b'}")
+    train_ok(*words)
+    assert records(tmp_path / "b")[0]["event"] == "start"
+    assert sorted(losses(tmp_path / "b")) == list(range(21, 41))
+    assert "holds another run" in train_fails(*words, "--max_iters=60")
 
 
 def test_resume_takes_new_settings_and_refuses_a_taper_backwards(
-    launch, train_ok, tiny_data, tmp_path
+    train_ok, train_fails, tiny_data, tmp_path
 ):
     run, same = tmp_path / "run", tmp_path / "same"
     words = (*TINY, "--norm_type=taper", f"--data_dir={tiny_data}")
     train_ok(*words, f"--out_dir={run}")  # its schedule is in shares of max_iters
     before = contents(run)
-    job = launch(*words, f"--out_dir={run}", "--max_iters=80")
-    assert job.wait() == [2] and "backwards" in job.text() and "keep max_iters" in job.text()
-    assert before == contents(run)
+    told = train_fails(*words, f"--out_dir={run}", "--max_iters=80", code=2)
+    assert "backwards" in told and "keep max_iters" in told and before == contents(run)
     shutil.copytree(run, same)
     for folder, decay in ((run, 0.2), (same, 0.1)):
         train_ok(*words, f"--weight_decay={decay}", "--max_iters=42", f"--out_dir={folder}")
@@ -387,7 +364,7 @@ def test_a_second_start_waits_and_sees_what_the_first_one_leaves(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_other_data_is_refused_on_resume(launch, train_ok, tmp_path, ranks):
+def test_other_data_is_refused_on_resume(train_ok, train_fails, tmp_path, ranks):
     data, out = write_tiny_shards(tmp_path / "data"), tmp_path / "run"
     words = (*TINY, "--lr_schedule=constant", f"--data_dir={data}", f"--out_dir={out}")
     train_ok(*words, "--max_iters=4", ranks=ranks)
@@ -396,10 +373,9 @@ def test_other_data_is_refused_on_resume(launch, train_ok, tmp_path, ranks):
         whole = (data / name).read_bytes()
         half = len(whole) // 2  # of whole tokens
         (data / name).write_bytes(whole[:half] + whole[half + 2 :] + whole[half : half + 2])
-        job = launch(*words, ranks=ranks)
-        assert set(job.wait()) == {1} and job.text().count("error:") == 1
-        assert f"ckpt_last.pt was trained on other data ({name}:" in job.text()
-        assert "Traceback" not in job.text() and before == contents(out)
+        told = train_fails(*words, ranks=ranks)
+        assert f"ckpt_last.pt was trained on other data ({name}:" in told
+        assert before == contents(out)
         assert "finished already" in train_ok(*words, "--max_iters=4", ranks=ranks).text()
         (data / name).write_bytes(whole)
     for path in data.iterdir():  # the name of a shard is not its contents
@@ -441,7 +417,7 @@ def test_another_place_is_told_on_resume(launch, train_ok, tmp_path):
     train_ok(*words, "--max_iters=7")
     other = ("other_place", {"git": "another", "versions": {"python": "3", "torch": "9.9"}})
     train_ok(*words, "--max_iters=8", ranks=2, patch=other)
-    first, second = (event["changed"] for event in records(run) if event["event"] == "resume")
+    first, second = (event["changed"] for event in events(run, "resume"))
     assert first == ["max_iters 4 -> 7"]
     told = [line for line in second if line.startswith(("git ", "torch ", "world_size 1 -> 2"))]
     assert len(told) == 3 and "torch" in told[2] and told[2].endswith("-> 9.9")

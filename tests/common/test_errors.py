@@ -5,29 +5,24 @@ lost.
 """
 
 import errno
-import os
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TINY, write_tiny_shards
+from helpers import TINY, run_python, write_tiny_shards
 
 from common.errors import missing_on_this_machine, one_line, run_program
 from data.shards import HEADER_BYTES
 
 
 @pytest.fixture
-def complaint(launch, tiny_data, tmp_path):
-    """complaint(*words, code=...) -> the one error line of a run that must fail with `code`."""
+def complaint(train_fails, tiny_data, tmp_path):
+    """complaint(*words, **how) -> the error line of a run that must fail."""
 
-    def run(*words: object, code: int, out: str = "run") -> str:
-        job = launch(*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / out}", *words)
-        assert job.wait() == [code], job.text()
-        lines = [line for line in job.text().splitlines() if line.startswith("error:")]
-        assert len(lines) == 1 and "Traceback" not in job.text(), job.text()
-        return lines[0]
+    def run(*words: object, **how) -> str:
+        places = (f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+        return train_fails(*TINY, *places, *words, **how)
 
     return run
 
@@ -72,10 +67,20 @@ def test_bad_settings_exit_2(complaint, words, parts):
     assert all(part in line for part in parts), line
 
 
-def test_missing_data(complaint, tmp_path):
-    assert "no train shards" in complaint(f"--data_dir={tmp_path / 'nowhere'}", code=1)
-    assert "block_size=20000 needs 20001 tokens" in complaint("--block_size=20000", code=1)
-    assert "python data/fineweb_edu/prepare.py" in complaint("--data_dir=data/fineweb_edu", code=1)
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("--data_dir=nowhere", "no train shards"),
+        ("--block_size=20000", "block_size=20000 needs 20001 tokens"),
+        ("--data_dir=data/fineweb_edu", "python data/fineweb_edu/prepare.py"),
+        *(
+            (f"--{key}={'x' * 300}", "long")
+            for key in ("out_dir", "data_dir", "init_from", "resume")
+        ),
+    ],
+)
+def test_missing_data_and_names_that_are_too_long(complaint, word, part):
+    assert part in complaint(word)
 
 
 @pytest.mark.parametrize(
@@ -99,21 +104,9 @@ def test_corrupt_shard(complaint, tmp_path, change, part):
     assert part in line and "tiny_train_000000.bin" in line
 
 
-@pytest.mark.parametrize("key", ["out_dir", "data_dir", "init_from", "resume"])
-def test_a_name_that_is_too_long(complaint, key):
-    assert "long" in complaint(f"--{key}={'x' * 300}", code=1)
-
-
-def test_micro_batches_that_ranks_do_not_divide(launch, tiny_data, tmp_path):
-    job = launch(
-        *TINY,
-        "--gradient_accumulation_steps=3",
-        f"--data_dir={tiny_data}",
-        f"--out_dir={tmp_path}",
-        ranks=2,
-    )
-    assert job.wait() == [2, 2]
-    assert job.text().count("error:") == 1 and "gradient_accumulation_steps=3" in job.text()
+def test_micro_batches_that_ranks_do_not_divide(complaint):
+    word = "gradient_accumulation_steps=3"
+    assert word in complaint(f"--{word}", code=2, ranks=2)
 
 
 COMPILES = """
@@ -125,9 +118,8 @@ run_program(lambda argv: torch.compile(lambda x: x.sin() + 1)(torch.ones(9)))
 
 def test_a_machine_without_a_compiler(tmp_path):
     keys = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    words = [sys.executable, "-c", COMPILES]
-    job = subprocess.run(words, cwd=ROOT, env=os.environ | keys, capture_output=True, text=True)
-    assert job.returncode == 1 and "Traceback" not in job.stderr
+    job = run_python("-c", COMPILES, code=1, **keys)
+    assert "Traceback" not in job.stderr
     assert job.stderr.startswith(
         "error: torch.compile and Triton need a C++ compiler and Python's headers"
     )
@@ -167,10 +159,7 @@ def test_ctrl_c_later(capsys):
 
 def test_a_terminal_of_ascii_only():
     code = "from common.errors import run_program; run_program(lambda argv: print('caf\u00e9'))"
-    env = os.environ | {"PYTHONIOENCODING": "ascii"}
-    words = [sys.executable, "-c", code]
-    job = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert (job.returncode, job.stdout) == (0, "caf\\xe9\n")
+    assert run_python("-c", code, PYTHONIOENCODING="ascii").stdout == "caf\\xe9\n"
 
 
 def test_a_message_is_one_printable_line():

@@ -97,15 +97,14 @@ def test_pages_and_tables_of_somebody_else_are_kept(tmp_path):
     assert (tmp_path / "times" / "README.md").read_text() == text
 
 
-def test_a_run_does_not_write_over_the_model_that_it_starts_from(tmp_path, launch, tiny_data):
+def test_a_run_does_not_write_over_the_model_that_it_starts_from(tmp_path, train_fails, tiny_data):
     """Nor over the config.json of another model's folder."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{\n "model_type": "gpt2"\n}\n')
     words = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={model}"]
-    for more in ([f"--init_from={model}"], [f"--init_from={model / 'ckpt_best.pt'}"], []):
-        job = launch(*words, *more)
-        assert job.wait() != [0] and str(model) in job.text()
+    for code, init_from in ((2, model), (2, model / "ckpt_best.pt"), (1, "")):
+        assert str(model) in train_fails(*words, f"--init_from={init_from}", code=code)
     teacher = [f"--teacher={model}", f"--out_dir={model}"]
     with pytest.raises(UserError, match="out_dir"):
         distill.main([*teacher, "--dataset=random", "--device=cpu"])

@@ -92,11 +92,13 @@ def test_bootstrap_covers_the_mean():
 
 def test_holm():
     """The worked example of Holm's method, ties and order; scipy has no Holm to compare with."""
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
-    assert holm([0.02]) == [0.02]
-    # of four that were planned, two could not be made
-    assert holm([0.01, 0.04], 4) == pytest.approx([0.04, 0.12])
+    for given, planned, expected in (
+        ([0.01, 0.04, 0.03, 0.005], (), [0.03, 0.06, 0.06, 0.02]),
+        ([0.5, 0.9], (), [1.0, 1.0]),
+        ([0.02], (), [0.02]),
+        ([0.01, 0.04], (4,), [0.04, 0.12]),  # two of them could not be made
+    ):
+        assert holm(given, *planned) == pytest.approx(expected)
     verdict = decide([Estimate(-2.5, 1.0, 15)], 1.0, True, planned=4)[0]
     assert verdict.p_holm == pytest.approx(4 * verdict.p) and verdict.direction == NO_DIFFERENCE
 
@@ -204,28 +206,32 @@ def test_crossed_error_covers_seeds_and_items():
     assert crossed(same).se == pytest.approx(paired(SAMPLE).se)
 
 
-def test_identical_pairs_are_equal_and_no_more():
-    nothing = Estimate(0.0, 0.0, 7)
-    assert nothing.p_value() == 1.0 and nothing.interval() == (0.0, 0.0)
-    assert decide([nothing], 0.01, True)[0].word == "no difference shown, within the margin"
-    assert decide([nothing], 0.0, True)[0].word == "no difference shown"
-    assert decide([Estimate(-0.1, 0.0, 7)], 0.01, True)[0].word == "better, beyond the margin"
-    assert decide([Estimate(-0.01, 0.0, 7)], 0.01, True)[0].word == "better, margin open"
+NOTHING = Estimate(0.0, 0.0, 7)  # of identical pairs
 
 
-def test_both_parts_of_a_verdict():
+def test_identical_pairs_are_equal():
+    assert NOTHING.p_value() == 1.0 and NOTHING.interval() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("estimate", "delta", "lower_is_better", "word"),
+    [
+        (paired(0.005 + 0.001 * SAMPLE), 0.01, True, "worse, within the margin"),
+        (paired(0.05 + 0.001 * SAMPLE), 0.01, True, "worse, beyond the margin"),
+        (paired(0.05 + 0.001 * SAMPLE), 0.01, False, "better, beyond the margin"),
+        (paired(0.009 + 0.005 * SAMPLE), 0.01, True, "worse, margin open"),
+        (paired(-0.05 + 0.001 * SAMPLE), 0.01, True, "better, beyond the margin"),
+        (paired(0.001 * SAMPLE), 0.01, True, "no difference shown, within the margin"),
+        (paired(0.05 * SAMPLE), 0.01, True, "no difference shown, margin open"),
+        (NOTHING, 0.01, True, "no difference shown, within the margin"),
+        (NOTHING, 0.0, True, "no difference shown"),
+        (Estimate(-0.1, 0.0, 7), 0.01, True, "better, beyond the margin"),
+        (Estimate(-0.01, 0.0, 7), 0.01, True, "better, margin open"),
+    ],
+)
+def test_both_parts_of_a_verdict(estimate, delta, lower_is_better, word):
     """A difference can be certain and small, certain and large, or certain and of open size."""
-    for mean, spread, word in (
-        (0.005, 0.001, "worse, within the margin"),
-        (0.05, 0.001, "worse, beyond the margin"),
-        (0.009, 0.005, "worse, margin open"),
-        (-0.05, 0.001, "better, beyond the margin"),
-        (0.0, 0.001, "no difference shown, within the margin"),
-        (0.0, 0.05, "no difference shown, margin open"),
-    ):
-        assert decide([paired(mean + spread * SAMPLE)], 0.01, True)[0].word == word
-    higher_is_better = decide([paired(0.05 + 0.001 * SAMPLE)], 0.01, lower_is_better=False)
-    assert higher_is_better[0].word == "better, beyond the margin"
+    assert decide([estimate], delta, lower_is_better)[0].word == word
 
 
 def test_beyond_is_the_one_sided_test_against_the_margin():

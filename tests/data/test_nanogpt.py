@@ -4,7 +4,6 @@ python -m pytest tests/data/test_nanogpt.py
 """
 
 import json
-import os
 import pickle
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, draw, val_losses
+from helpers import TINY, Malice, draw, val_losses
 from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError, DataError
@@ -47,17 +46,16 @@ def meta_of(chars: list[str]) -> dict:
     }
 
 
-def test_character_data_is_trained_with_its_vocabulary(launch, train_ok, tmp_path):
+def test_character_data_is_trained_with_its_vocabulary(train_ok, tmp_path):
     data = write_nanogpt(tmp_path / "data", meta_of(CHARS))
     run = tmp_path / "run"
-    job = train_ok(*TINY, "--sample_tokens=20", f"--data_dir={data}", f"--out_dir={run}")
+    train_ok(*TINY, "--sample_tokens=20", f"--data_dir={data}", f"--out_dir={run}")
     config = json.loads((run / "config.json").read_text())
     assert (config["n_vocab"], config["vocab_size"]) == (65, 128)
-    job = launch(run, "--prompt=TO BE", "--max_new_tokens=30", program="sample")
-    assert job.wait() == [0], job.text()
-    for text in ((run / "samples.txt").read_text()[:-1], job.text()[:-1]):
+    printed = train_ok(run, "--prompt=TO BE", "--max_new_tokens=30", program="sample").text()
+    for text in ((run / "samples.txt").read_text()[:-1], printed[:-1]):
         assert len(text) > 25 and set(text) <= set(CHARS)
-    assert job.text().startswith("TO BE")
+    assert printed.startswith("TO BE")
 
 
 def test_without_meta_the_tokens_are_gpt2s_and_the_start_says_so(train_ok, tmp_path):
@@ -67,23 +65,18 @@ def test_without_meta_the_tokens_are_gpt2s_and_the_start_says_so(train_ok, tmp_p
     assert "taken for GPT-2's" in job.text().partition("step 0")[0]
 
 
-def test_without_meta_an_id_beyond_gpt2s_is_refused_at_the_start(launch, tmp_path):
+def test_without_meta_an_id_beyond_gpt2s_is_refused_at_the_start(train_fails, tmp_path):
     data = write_nanogpt(tmp_path / "data")
     np.full(99, 50257, np.uint16).tofile(data / "val.bin")
-    job = launch(*TINY, f"--data_dir={data}", f"--out_dir={tmp_path / 'run'}")
-    assert job.wait() == [1] and "50257 is beyond the vocabulary of 50257" in job.text()
+    told = train_fails(*TINY, f"--data_dir={data}", f"--out_dir={tmp_path / 'run'}")
+    assert "50257 is beyond the vocabulary of 50257" in told
     assert not (tmp_path / "run").exists()
 
 
-class Code:
-    def __reduce__(self):
-        return os.mkdir, ("harm",)
-
-
-GOOD = meta_of(CHARS)
+GOOD, HARM = meta_of(CHARS), Malice(Path("harm"))
 REFUSED = {
-    "code": pickle.dumps(Code()),
-    "code beside it": pickle.dumps(GOOD | {"more": Code()}),
+    "code": pickle.dumps(HARM),
+    "code beside it": pickle.dumps(GOOD | {"more": HARM}),
     "an array": pickle.dumps(GOOD | {"more": np.zeros(1)}),
     "torn": pickle.dumps(GOOD)[:-9],
     "empty": b"",
@@ -176,7 +169,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, entry):
         load_model(str(write_checkpoint(tmp_path, **{entry: [1]})))
 
 
-def test_training_starts_from_a_checkpoint_of_its_shape(launch, train_ok, tmp_path):
+def test_training_starts_from_a_checkpoint_of_its_shape(train_ok, tmp_path):
     """But for a shorter context; it goes on without the checkpoint. sample.py reads both."""
     data = write_nanogpt(tmp_path / "data", meta_of(CHARS))
     theirs = write_checkpoint(tmp_path / "theirs", config={"dataset": str(data)})
@@ -192,8 +185,8 @@ def test_training_starts_from_a_checkpoint_of_its_shape(launch, train_ok, tmp_pa
     (theirs / "ckpt.pt").rename(tmp_path / "ckpt.pt")
     train_ok(*words, "--block_size=8", "--max_iters=4", "--init_from=resume")
     for model in (f"--out_dir={tmp_path / 'run'}", f"{tmp_path / 'ckpt.pt'}"):
-        job = launch(model, "--start=TO BE", "--max_new_tokens=9", program="sample")
-        assert job.wait() == [0] and "TO BE" in job.text(), job.text()
+        job = train_ok(model, "--start=TO BE", "--max_new_tokens=9", program="sample")
+        assert "TO BE" in job.text()
 
 
 # -------------------------------------------------------------------------------------------- keys

@@ -77,33 +77,34 @@ def test_no_mask_meets_grouped_queries(shape, monkeypatch):
     assert calls[4:] == [(1, False, False, (4, 12))] * 4
 
 
-def test_attention_in_parts_is_attention(monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "norm", "long", "part", "combines"),
+    [
+        ("qwen3", "coupled", 8, 4, [1, 1, 1, 1]),
+        # Local blocks split their window, 5 tokens, into parts of 3 and 2; global ones the cache.
+        ("gemma3", "rms", 4, 2, [1, 1, 1, 1]),
+        ("gemma3", "rms", 5, 2, [0, 0, 1, 0]),
+    ],
+)
+def test_attention_in_parts_is_attention(shape, norm, long, part, combines, monkeypatch):
     """A step with a split cache, exactly, from positions that leave parts empty to a full cache."""
-    model, idx = make("qwen3", "coupled"), prompt(3, 7 + 16)
+    model, idx = make(shape, norm), prompt(3, 7 + 16)
     expected = definition(model, idx, 7)
+    monkeypatch.setattr(decode_reference, "LONG", long)
+    monkeypatch.setattr(decode_reference, "PART", part)
+    for level in ("plain", "fused"):
+        assert distance(decoded(model, level, idx, 7), expected) <= 1e-13, level
+    blocks = launches(pack(model, "fused"), 3, 23)[1:]
+    assert [block["combine"] for block in blocks] == combines
+    assert [block.total() for block in blocks] == [5 + count for count in combines]
+
+
+def test_parts_of_a_short_cache_a_long_one_and_many_sequences(monkeypatch):
+    sizes = ((1, 16, 1024), (1, 16, 2048), (128, 16, 4096))
+    assert [decode_reference.attention_parts(*size) for size in sizes] == [1, 16, 1]
     monkeypatch.setattr(decode_reference, "LONG", 8)
     monkeypatch.setattr(decode_reference, "PART", 4)
     assert decode_reference.attention_parts(3, 4, 23) == 5  # of 5 tokens, the last of 3
-    for level in ("plain", "fused"):
-        assert distance(decoded(model, level, idx, 7), expected) <= 1e-13, level
-    assert launches(pack(model, "fused"), 3, 23)[1].total() == 6
-    monkeypatch.undo()
-    # a short cache, a long one, and many sequences
-    sizes = ((1, 16, 1024), (1, 16, 2048), (128, 16, 4096))
-    assert [decode_reference.attention_parts(*size) for size in sizes] == [1, 16, 1]
-
-
-def test_attention_in_parts_of_a_window(monkeypatch):
-    """Local blocks split their window, 5 tokens, into parts of 3 and 2; global ones the cache."""
-    model, idx = make("gemma3", "rms"), prompt(2, 7 + 16)
-    expected = definition(model, idx, 7)
-    monkeypatch.setattr(decode_reference, "LONG", 4)
-    monkeypatch.setattr(decode_reference, "PART", 2)
-    for level in ("plain", "fused"):
-        assert distance(decoded(model, level, idx, 7), expected) <= 1e-13, level
-    monkeypatch.setattr(decode_reference, "LONG", 5)
-    blocks = launches(pack(model, "fused"), 2, 23)[1:]
-    assert [block["combine"] for block in blocks] == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

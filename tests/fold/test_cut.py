@@ -42,13 +42,18 @@ def test_no_subset_is_cheaper(seed, at_no_loss):
     assert paid == best(onwards, obstacles, ends, lambda line: line not in fixed)
 
 
-def test_ties():
+@pytest.mark.parametrize(
+    ("obstacles", "cost", "at_no_loss", "expected"),
+    [
+        ({"x"}, 1, False, (set(), set())),
+        ({"x"}, 1, True, ({"x"}, {"y"})),
+        ({"x"}, 2, False, ({"x"}, {"y"})),
+        (set(), 1, False, (set(), {"y"})),  # and nothing may be cut
+    ],
+)
+def test_ties(obstacles, cost, at_no_loss, expected):
     """One centring for one norm: no gain, and no loss either."""
-    chain = {"x": {"y"}}
-    assert cheapest_cut(chain, {"x"}, {"y": 1}, lambda line: True) == (set(), set())
-    assert cheapest_cut(chain, {"x"}, {"y": 1}, lambda line: True, at_no_loss=True) == (
-        {"x"},
-        {"y"},
+    found = cheapest_cut(
+        {"x": {"y"}}, obstacles, {"y": cost}, lambda line: line in obstacles, at_no_loss
     )
-    assert cheapest_cut(chain, {"x"}, {"y": 2}, lambda line: True)[1] == {"y"}
-    assert cheapest_cut(chain, set(), {"y": 1}, lambda line: False) == (set(), {"y"})
+    assert found == expected

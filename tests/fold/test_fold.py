@@ -8,6 +8,7 @@ needs a download.
 import copy
 import json
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -368,19 +369,13 @@ def test_pre_norm_encoder():
 
 
 @torch.no_grad()
-def test_encoder_calls_its_folded_norms(monkeypatch):
+def test_encoder_calls_its_folded_norms():
     """torch's fast path, taken without gradients, passes over the norms of a layer."""
     model, x = stack(norm_first=True), draw(2, 4, C)
-    after, called = fold(model, analyze(model, (x,)), insert=True)[0], []
-    forward = FoldedNorm.forward
-
-    def count(norm, *args):
-        called.append(norm)
-        return forward(norm, *args)
-
-    monkeypatch.setattr(FoldedNorm, "forward", count)
-    close(after(x), model(x))
-    assert len(called) == 7
+    after, forward = fold(model, analyze(model, (x,)), insert=True)[0], FoldedNorm.forward
+    with mock.patch.object(FoldedNorm, "forward", autospec=True, side_effect=forward) as called:
+        close(after(x), model(x))
+    assert called.call_count == 7
 
 
 def tied() -> nn.Module:

@@ -7,13 +7,13 @@ import random
 
 import pytest
 import torch
-from fold_nets import C, net
+from fold_nets import C, Net, net, prepared
 from helpers import close, draw
 from torch import Tensor, nn
 
 from common.errors import FoldError
 from fold import analyze, fold
-from fold.certificate import randomize, run
+from fold.certificate import run
 
 SEEDS = 4 * int(os.environ.get("NANONORM_FOLDS", 5))
 
@@ -31,66 +31,37 @@ def steps(*parts) -> nn.Module:
     return nn.Sequential(*(x if isinstance(x, nn.Module) else Do(x) for x in parts))
 
 
-class Whitened(nn.Module):
-    """A LayerNorm by hand without gains, over an axis and so of any size."""
-
-    def __init__(self, axis: int):
-        super().__init__()
-        self.axis = axis
-
-    def forward(self, x: Tensor) -> Tensor:
-        centred = x - x.mean(self.axis, keepdim=True)
-        return centred / (centred.pow(2).mean(self.axis, keepdim=True) + 1e-5).sqrt()
+def whitened(m, x: Tensor) -> Tensor:
+    """Apply a LayerNorm by hand without gains, over an axis and so of any size."""
+    centred = x - x.mean(m.axis, keepdim=True)
+    return centred / (centred.pow(2).mean(m.axis, keepdim=True) + 1e-5).sqrt()
 
 
-class AxisOne(nn.Module):
-    """A LayerNorm of the channels of (N, C, ...)."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.transpose(1, -1)).transpose(1, -1)
+def axis_one(m, x: Tensor) -> Tensor:
+    """Apply a LayerNorm to the channels of (N, C, ...)."""
+    return m.norm(x.transpose(1, -1)).transpose(1, -1)
 
 
 class Viewed(nn.LayerNorm):
     """Rows of C numbers, which mixes channels and positions if there are several."""
 
-    def __init__(self):
-        super().__init__(C)
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.reshape(len(x), -1, C)).reshape(x.shape)
 
 
-class Beside(nn.Module):
-    """A norm, and something else that reads its input and may call it again."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.norm = nn.LayerNorm(C)
-        self.other = other
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) + self.other(x, self.norm)
+def beside(m, x: Tensor) -> Tensor:
+    """Apply a norm, and something else that reads its input and may call it again."""
+    return m.norm(x) + m.other(x, m.norm)
 
 
-class Residual(nn.Module):
-    """A sublayer with its norm, and its sum."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(C), nn.Linear(C, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.norm(x))
+def residual(m, x: Tensor) -> Tensor:
+    """Apply a sublayer with its norm, and its sum."""
+    return x + m.linear(m.norm(x))
 
 
-def prepared(model: nn.Module) -> nn.Module:
-    model = model.double().eval()
-    randomize(model)
-    return model
+def with_norm(forward, **parts) -> nn.Module:
+    """Make a module of one of these functions, with a norm."""
+    return Net(forward, norm=nn.LayerNorm(C), **parts)
 
 
 def agrees(model: nn.Module, after: nn.Module, *shape: int) -> bool:
@@ -122,13 +93,13 @@ CASES = {
     "GroupNorm without positions": (front(nn.GroupNorm(2, C)), (2, C), [(5, C)], 1),
     "LayerNorm": (front(nn.LayerNorm(C)), (2, C), [(2, C, C), (2, 5, C), (3, 2, 5, C)], 1),
     "LayerNorm called on two ranks": (
-        front(Beside(lambda h, norm: norm(h.mean(1))[:, None])),
+        front(with_norm(beside, other=lambda h, norm: norm(h.mean(1))[:, None])),
         (2, 4, C),
         [(3, C, C), (1, 1, C)],
         2,
     ),
-    "by hand, from the end": (front(Whitened(-1)), (2, C), [(2, C, C), (2, 5, C)], 1),
-    "a turn that two axes do not show": (front(AxisOne()), (2, C), [(3, C, C)], 0),
+    "by hand, from the end": (front(Net(whitened, axis=-1)), (2, C), [(2, C, C), (2, 5, C)], 1),
+    "a turn that two axes do not show": (front(with_norm(axis_one)), (2, C), [(3, C, C)], 0),
     "likewise, outside the norm's module": (
         front(lambda h: h.transpose(1, -1), nn.LayerNorm(C)),
         (2, C),
@@ -136,7 +107,7 @@ CASES = {
         0,
     ),
     "squeezed positions": (
-        front(Beside(lambda h, norm: h.squeeze().softmax(1))),
+        front(with_norm(beside, other=lambda h, norm: h.squeeze().softmax(1))),
         (2, 1, C),
         [(2, C, C)],
         0,
@@ -157,13 +128,20 @@ CASES = {
         0,
     ),
     "a view of one position, in the norm's module": (
-        prepared(nn.Sequential(nn.Conv1d(3, C, 1), Viewed(), nn.Conv1d(C, 4, 1))),
+        conv(Viewed(C)),
         (2, 3, 1),
         [(2, 3, C)],
         0,
     ),
     "a convolution without a batch": (
-        prepared(nn.Sequential(nn.Conv1d(3, C, 2, 2), Whitened(1), Residual(), nn.LayerNorm(C))),
+        prepared(
+            nn.Sequential(
+                nn.Conv1d(3, C, 2, 2),
+                Net(whitened, axis=1),
+                with_norm(residual, linear=nn.Linear(C, C)),
+                nn.LayerNorm(C),
+            )
+        ),
         (3, 2 * C),
         [(1, 3, 2 * C), (2, 3, 2 * C)],
         0,
@@ -223,15 +201,16 @@ def awkward(choose: random.Random) -> tuple[nn.Module, list[tuple[int, ...]]]:
     norms = (
         nn.LayerNorm(C),
         nn.GroupNorm(2, C),
-        Whitened(-1),
-        Whitened(1),
-        AxisOne(),
-        Beside(choose.choice(others)),
+        Net(whitened, axis=-1),
+        Net(whitened, axis=1),
+        with_norm(axis_one),
+        with_norm(beside, other=choose.choice(others)),
     )
     parts = [nn.Linear(C, C)]
     for norm in choose.sample(norms, choose.choice([1, 1, 2])):
         parts += choose.choices(STEPS, k=choose.choice([0, 0, 1, 1, 2]))
-        parts += [norm, *choose.sample([nn.Linear(C, C), nn.GELU(), Residual()], k=1)]
+        sublayer = with_norm(residual, linear=nn.Linear(C, C))
+        parts += [norm, *choose.sample([nn.Linear(C, C), nn.GELU(), sublayer], k=1)]
     ranks = choose.choices([1, 1, 2, 2, 3], k=8)
     shapes = [(*choose.choices((1, 1, 2, 3, C), k=rank), C) for rank in ranks]
     return prepared(steps(*parts)), shapes

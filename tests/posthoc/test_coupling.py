@@ -144,7 +144,7 @@ def test_greedy_takes_the_cheapest_first_and_keeps_the_budget(calibration, acros
     assert all(choice.kl <= budget for choice in within) and len(within) >= 3
 
 
-def test_greedy_measures_again_what_a_position_costs():
+def test_greedy_measures_again_what_a_position_costs(calibration, monkeypatch):
     """Sharing at 3 is cheap alone and dear after 1 shares: 5 comes second."""
     costs = {
         (): 0.0,
@@ -157,20 +157,13 @@ def test_greedy_measures_again_what_a_position_costs():
         (1, 3, 5): 12.0,
     }
 
-    class Scripted:
-        positions = 7
+    def kl(plan, alpha):
+        letters = plan.replace(" ", "")
+        return costs[tuple(i for i, letter in enumerate(letters) if letter == "s")]
 
-        choice = Calibration.choice
-
-        def alpha(self, plan):
-            return ()
-
-        def kl(self, plan, alpha):
-            return costs[
-                tuple(i for i, letter in enumerate(plan.replace(" ", "")) if letter == "s")
-            ]
-
-    assert [choice.kl for choice in greedy(Scripted(), 100.0)] == [0.0, 1.0, 3.0, 12.0]
+    monkeypatch.setattr(calibration, "kl", kl)
+    monkeypatch.setattr(calibration, "alpha", lambda plan: ())
+    assert [choice.kl for choice in greedy(calibration, 100.0)] == [0.0, 1.0, 3.0, 12.0]
 
 
 @torch.no_grad()

@@ -4,13 +4,12 @@ python -m pytest tests/posthoc/test_rms_stats.py
 """
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from coupled_shape import IDX, SHAPE, TARGETS
-from helpers import TINY, close, losses, records, shake
+from coupled_shape import IDX, SHAPE, TARGETS, gpt
+from helpers import TINY, close, events, losses, weights
 
 from common.distributed import Ranks
 from model import GPT
@@ -22,10 +21,6 @@ from training.evaluation import Evaluator
 from training.stream import calibrate, measure, token_rms
 
 L = SHAPE.n_layer
-
-
-def gpt(**keys) -> GPT:
-    return shake(GPT(replace(SHAPE, **keys)))
 
 
 def shared(model: GPT) -> list[SharedRMSNorm]:
@@ -209,22 +204,14 @@ def test_calibration_in_training_resumes_exactly_and_is_logged(train_ok, tiny_da
     """
     words = [*TINY, "--norm_type=coupled", "--coupled_span=0", "--coupled_calibrate=7"]
     words += ["--eval_interval=10", "--lr_schedule=constant", f"--data_dir={tiny_data}"]
-
-    def run(name: str, iters: str) -> None:
-        train_ok(*words, f"--out_dir={tmp_path / name}", iters, ranks=2)
-
-    run("whole", "--max_iters=20")
-    run("halves", "--max_iters=10")
-    run("halves", "--max_iters=20")
+    for name, steps in (("whole", 20), ("halves", 10), ("halves", 20)):
+        train_ok(*words, f"--out_dir={tmp_path / name}", f"--max_iters={steps}", ranks=2)
     assert losses(tmp_path / "whole") == losses(tmp_path / "halves")
-    whole, halves = (
-        torch.load(tmp_path / name / "ckpt_last.pt", weights_only=True)["model"]
-        for name in ("whole", "halves")
-    )
+    whole, halves = (weights(tmp_path / name) for name in ("whole", "halves"))
     alphas = [name for name in whole if name.endswith("alpha")]
     assert len(alphas) == 3 and all(torch.equal(whole[name], halves[name]) for name in alphas)
     assert all(whole[name] != 1 for name in alphas)
-    logged = [event for event in records(tmp_path / "whole") if event["event"] == "rms"]
+    logged = events(tmp_path / "whole", "rms")
     assert [event["step"] for event in logged] == [0, 10, 20]
     assert all(len(event[name]) == 5 for event in logged for name in ("rms", "drift", "spread"))
     assert all(event["logit_norm"] > 0 > event["radial_gradient"] - 1e-3 for event in logged)

@@ -11,6 +11,7 @@ import math
 import shutil
 import time
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ RESULTS = ROOT / "results"
 # ------------------------------------------------------------------------------- committed records
 
 
-def mygpt(folder):
+def mygpt(words):
+    [folder] = map(Path, words)
     for log in folder.glob("*.jsonl"):
         run = folder / "runs" / log.stem
         run.mkdir(parents=True)
@@ -47,32 +49,26 @@ def mygpt(folder):
     mygpt_table.main([str(folder / "runs"), str(folder)])
 
 
-def fold(study):
-    return lambda folder: fold_table.main([f"--study={study}", f"--out={folder}"])
-
-
-def cbwc_table(study):
-    return lambda folder: cbwc.main([f"--study={study}", "--table", f"--out={folder}"])
-
-
 @pytest.mark.parametrize(
-    ("place", "page", "again"),
+    ("place", "page", "main", "words"),
     [
-        ("cpu/posthoc", "table.md", lambda folder: posthoc_table.main([str(folder)])),
-        ("cpu/mygpt", "README.md", mygpt),
-        ("cpu/bfloat16", "README.md", lambda folder: bfloat16_table.main([str(folder)])),
-        ("fold", "README.md", fold("table3")),
-        ("fold", "table.md", fold("zoo")),
-        ("cpu/cbwc_training", "README.md", cbwc_table("training")),
-        ("cpu/cbwc_centering", "README.md", cbwc_table("centering")),
-        ("cpu/cbwc_classify", "README.md", cbwc_table("classify")),
+        ("cpu/posthoc", "table.md", posthoc_table.main, "COPY"),
+        ("cpu/mygpt", "README.md", mygpt, "COPY"),
+        ("cpu/bfloat16", "README.md", bfloat16_table.main, "COPY"),
+        ("fold", "README.md", fold_table.main, "--study=table3 --out=COPY"),
+        ("fold", "table.md", fold_table.main, "--study=zoo --out=COPY"),
+        ("cpu/cbwc_training", "README.md", cbwc.main, "--study=training --table --out=COPY"),
+        ("cpu/cbwc_centering", "README.md", cbwc.main, "--study=centering --table --out=COPY"),
+        ("cpu/cbwc_classify", "README.md", cbwc.main, "--study=classify --table --out=COPY"),
     ],
 )
-def test_committed_records_give_the_committed_tables(place, page, again, tmp_path, monkeypatch):
+def test_committed_records_give_the_committed_tables(
+    place, page, main, words, tmp_path, monkeypatch
+):
     shutil.copytree(RESULTS / place, tmp_path / "copy")
     (tmp_path / "copy" / page).unlink()
     monkeypatch.setattr(cbwc, "plot", lambda *words, **keys: None)
-    again(tmp_path / "copy")
+    main(words.replace("COPY", str(tmp_path / "copy")).split())
     old, new = (
         [line for line in (folder / page).read_text().splitlines() if line.startswith(("|", "{"))]
         for folder in (RESULTS / place, tmp_path / "copy")
@@ -122,10 +118,13 @@ def test_a_wrong_fold_would_be_seen():
 
 def test_difference_of_outputs():
     x = torch.tensor([1.0, -4.0, -math.inf])
-    assert fold_table.difference({"x": x}, {"x": x.clone()}) == 0
-    assert fold_table.difference(x, x + torch.tensor([1.0, 0.0, 0.0])) == 0.25
-    assert fold_table.difference(x, torch.tensor([1.0, -4.0, 0.0])) == math.inf
-    assert fold_table.difference(x, x * math.nan) == math.inf
+    for first, second, expected in (
+        ({"x": x}, {"x": x.clone()}, 0),
+        (x, x + torch.tensor([1.0, 0.0, 0.0]), 0.25),
+        (x, torch.tensor([1.0, -4.0, 0.0]), math.inf),
+        (x, x * math.nan, math.inf),
+    ):
+        assert fold_table.difference(first, second) == expected
 
 
 def test_another_batch():

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import TINY, contents, same
+from helpers import TINY, Malice, contents, same
 
 import train
 from common.errors import CheckpointError, UserError
@@ -122,16 +122,6 @@ def test_truncated_or_with_a_flipped_byte(state, tmp_path):
     assert refused > len(places) // 2
 
 
-class Malice:
-    """Unpickling it creates a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def test_a_foreign_pickle_is_never_executed(state, tmp_path):
     mark, path = tmp_path / "executed", tmp_path / LAST
     malicious = {**state, "meta": Malice(mark)}
@@ -187,19 +177,15 @@ def test_what_this_program_does_not_read_is_refused(change, word, state, tmp_pat
         find_checkpoint(tmp_path, "auto")
 
 
-def entry(name: str) -> str:
-    return f"its entry `{name}` is damaged"
-
-
 @pytest.mark.parametrize(
     ("place", "value", "part"),
     [
-        (("config",), [1], entry("config")),
-        (("step",), -3, entry("step")),
-        (("model",), [1], entry("model")),
-        (("model", WEIGHT), "x", entry("model")),
-        (("optimizer",), [], entry("optimizer")),
-        (("best_val_loss",), math.nan, entry("best_val_loss")),
+        (("config",), [1], "`config` is damaged"),
+        (("step",), -3, "`step` is damaged"),
+        (("model",), [1], "`model` is damaged"),
+        (("model", WEIGHT), "x", "`model` is damaged"),
+        (("optimizer",), [], "`optimizer` is damaged"),
+        (("best_val_loss",), math.nan, "`best_val_loss` is damaged"),
         (("model", WEIGHT), lambda weight: weight * math.nan, f"{WEIGHT} is not finite"),
         (
             ("optimizer", WEIGHT, "exp_avg"),
@@ -267,13 +253,12 @@ def test_nothing_is_lost_in_a_resume(state, tmp_path, tiny_data, place, value, p
     assert contents(run) == before
 
 
-def test_weights_that_became_infinite_are_not_saved(launch, tiny_data, tmp_path):
+def test_weights_that_became_infinite_are_not_saved(train_fails, tiny_data, tmp_path):
     """Losses and gradients of the step are finite; its update is not."""
     words = (*TINY, "--max_iters=3", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
-    patch = ("infinite_weight", {"step": 3})
-    job = launch(*words, "--checkpoint_interval=2", patch=patch)
-    assert job.wait() == [1] and "Traceback" not in job.text()
-    assert "wte.weight is not finite; it was not saved, the last checkpoint" in job.text()
+    words += ("--checkpoint_interval=2",)
+    told = train_fails(*words, patch=("infinite_weight", {"step": 3}))
+    assert "wte.weight is not finite; it was not saved, the last checkpoint" in told
     assert read_checkpoint(tmp_path / "run" / LAST)["step"] == 2
 
 

@@ -5,7 +5,7 @@ python -m pytest tests/training/test_choices.py
 
 import pytest
 import torch
-from helpers import ROOT, TINY, losses, records, same_weights
+from helpers import ROOT, TINY, apart, events, losses, records, same_weights
 
 from common.old_keys import AUTO, chosen_then
 from configurator import parse_args
@@ -101,8 +101,7 @@ def test_a_run_says_what_it_chose_and_keeps_it(train_ok, tiny_data, tmp_path):
     # resumed without a word about them
     job = train_ok(*words(tiny_data, out, "--max_iters=20", "--learning_rate=0.01"))
     assert job.text().startswith(f"dtype=bfloat16, {chosen}: as when the run began")
-    resume = next(record for record in records(out) if record["event"] == "resume")
-    assert resume["changed"] == ["max_iters 10 -> 20"]
+    assert events(out, "resume")[0]["changed"] == ["max_iters 10 -> 20"]
 
 
 def test_a_run_of_before_these_keys_is_resumed_bit_for_bit(train_ok, tiny_data, tmp_path):
@@ -116,8 +115,7 @@ def test_a_run_of_before_these_keys_is_resumed_bit_for_bit(train_ok, tiny_data, 
     del state["config"]["merge_micro_batches"]
     torch.save(state, out / "ckpt_last.pt")
     train_ok(*words(tiny_data, out, "--max_iters=20", constant))
-    resume = next(record for record in records(out) if record["event"] == "resume")
-    assert resume["changed"] == ["max_iters 10 -> 20"]
+    assert events(out, "resume")[0]["changed"] == ["max_iters 10 -> 20"]
     train_ok(*words(tiny_data, whole, *told, "--max_iters=20", constant))
     assert losses(out) == losses(whole) and same_weights(out, whole)
 
@@ -131,4 +129,4 @@ def test_at_once_is_one_after_the_other(train_ok, tiny_data, tmp_path):
         train_ok(*words(tiny_data, out, *keys, "--norm_type=coupled"), ranks=ranks)
         found.append(losses(out))
     for other in found[1:]:
-        assert max(abs(found[0][step] - other[step]) for step in found[0]) <= 1e-12
+        assert apart(found[0], other) <= 1e-12

@@ -7,15 +7,12 @@ import sys
 from unittest import mock
 
 import pytest
-from helpers import TINY, records, steps_of
+from helpers import TINY, events, steps_of
 
 from common.errors import UserError
 from train import main
 
-
-@pytest.fixture(autouse=True)
-def handlers_stay(monkeypatch):
-    monkeypatch.setattr("signal.signal", lambda *words: None)
+pytestmark = pytest.mark.usefixtures("handlers_stay")
 
 
 @pytest.fixture
@@ -39,7 +36,7 @@ def test_a_tracker_is_told_what_the_log_says(package, train, tmp_path, monkeypat
         begun.append(fake.init.call_args.kwargs)
         told = [(call.kwargs["step"], *call.args) for call in fake.init().log.call_args_list]
         assert [step for step, values in told if "lr" in values] == logged
-    last = [event for event in records(tmp_path / "out") if event["event"] == "eval"][-1]
+    last = events(tmp_path / "out", "eval")[-1]
     assert told[-1][0] == 6 and told[-1][1].items() <= last.items()
     assert begun[0]["project"] == "ours" and begun[0]["config"]["max_iters"] == 4
     # The same run, resumed, is the same run there.
