@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -58,16 +57,15 @@ def supported() -> str:
 def cuda_code(
     function: Callable[..., Tensor | tuple],
     inputs: Sequence[Tensor],
-    options: dict[str, Any] | None = None,
 ) -> tuple[str, str]:
     """Return the modules that inductor would run on a GPU for `function(*inputs)`.
 
-    Every output that has a gradient gets one of its own shape.
+    Every output that has a gradient gets one of its own shape. Inductor's options are those that
+    are set (torch._inductor.config).
 
     Args:
         function: a module or function with one graph.
         inputs: on the CPU, as are the parameters; contents unused.
-        options: torch.compile's.
 
     Returns:
         Source of (forward, backward). Backward is "" if no output has a gradient
@@ -93,11 +91,9 @@ def cuda_code(
         return _unfilled(results)
 
     torch._dynamo.reset()  # a function seen before would not be traced again
-    patches = {**(options or {}), "fx_graph_cache": False, "compile_threads": 1}
     with (
-        config.patch(patches),
+        config.patch(fx_graph_cache=False, compile_threads=1),
         functorch_config.patch(enable_autograd_cache=False),
-        _products_of_a_row(bool(patches.get("coordinate_descent_tuning"))),
     ):
         compiled = torch.compile(
             function,
@@ -114,32 +110,6 @@ def cuda_code(
                 differentiable, [torch.empty_like(value) for value in differentiable]
             )
     return sources[False], sources.get(True, "")
-
-
-@contextlib.contextmanager
-def _products_of_a_row(tuned: bool) -> Iterator[None]:
-    """Decompose products with one row as inductor does on a GPU, if `tuned`.
-
-    With coordinate descent tuning inductor writes such a product itself, but asks for the device
-    while the graph is still on the CPU.
-    """
-    from torch._inductor import decomposition
-
-    table = decomposition.fast_random_decomps()
-    mm = torch.ops.aten.mm.default
-    by_library = table[mm]
-
-    @decomposition.pw_cast_for_opmath
-    def by_inductor(a: Tensor, b: Tensor) -> Tensor:
-        return (a.unsqueeze(2) * b.unsqueeze(0)).sum(dim=1)
-
-    def product(a: Tensor, b: Tensor, **more) -> Tensor:
-        if a.shape[0] == 1:
-            return by_inductor(a, b)
-        return by_library(a, b, **more)
-
-    with mock.patch.dict(table, {mm: product} if tuned else {}):
-        yield
 
 
 def _unfilled(like: list) -> Callable[[list], list]:
