@@ -31,6 +31,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -126,8 +127,8 @@ def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Input
     }
 
 
-def both_passes(given: Inputs, statistic: bool = False, frozen: bool = False) -> Callable:
-    """Return the call of an operator's forward and backward pass.
+def both_passes(given: Inputs, statistic: bool = False, frozen: bool = False) -> None:
+    """Run an operator's forward and backward pass.
 
     Args:
         given: its inputs.
@@ -135,17 +136,14 @@ def both_passes(given: Inputs, statistic: bool = False, frozen: bool = False) ->
         frozen: are gains and biases without one?
     """
 
-    def call() -> None:
-        leaves = given._asdict()
-        for name in ("x", "a") if frozen else ("x", "a", "w", "b", "w_out", "w_tilde"):
-            if leaves[name] is not None:
-                leaves[name] = leaves[name].detach().requires_grad_()
-        y, h, _, inv, _ = binding.Fused.apply(*leaves.values())
-        outputs = [y, h, inv if statistic else None]
-        outputs = [output for output in outputs if output is not None]
-        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
-
-    return call
+    leaves = given._asdict()
+    for name in ("x", "a") if frozen else ("x", "a", "w", "b", "w_out", "w_tilde"):
+        if leaves[name] is not None:
+            leaves[name] = leaves[name].detach().requires_grad_()
+    y, h, _, inv, _ = binding.Fused.apply(*leaves.values())
+    outputs = [y, h, inv if statistic else None]
+    outputs = [output for output in outputs if output is not None]
+    torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
 
 def operators(channels: int, all_variants: bool) -> Iterator[tuple[str, str, Callable]]:
@@ -156,11 +154,11 @@ def operators(channels: int, all_variants: bool) -> Iterator[tuple[str, str, Cal
     """
     common = cases(channels)
     for name, given in common.items():
-        yield name, "", both_passes(given)
+        yield name, "", partial(both_passes, given)
     if not all_variants:
         return
     for name, given in cases(channels, torch.float32).items():
-        yield name, ", float32", both_passes(given)
+        yield name, ", float32", partial(both_passes, given)
     bias = {"b": meta(channels)}
     no_gain = dict.fromkeys(("w", "b", "w_out", "w_tilde"))
     # a bfloat16 product on a float32 stream (train.py's autocast)
@@ -176,7 +174,7 @@ def operators(channels: int, all_variants: bool) -> Iterator[tuple[str, str, Cal
         *((name, ", no gain", no_gain, {}) for name in common if name not in KINDS),
     )
     for name, variant, changes, options in rare:
-        yield name, variant, both_passes(common[name]._replace(**changes), **options)
+        yield name, variant, partial(both_passes, common[name]._replace(**changes), **options)
 
 
 class Launch(NamedTuple):
@@ -227,6 +225,16 @@ def instructions(cubin: bytes) -> bytes:
     )
 
 
+def told(content: bytes, tool: str, *options: str) -> str:
+    """Return what one of NVIDIA's tools prints of a file with this content."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(content)
+        file.flush()
+        command = [str(TOOLS / tool), *options, file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
 def disassemble(cubins: list[bytes], sm: int) -> list[str]:
     """Return the assembly of each cubin.
 
@@ -235,12 +243,8 @@ def disassemble(cubins: list[bytes], sm: int) -> list[str]:
     codes = [instructions(cubin) for cubin in cubins]
     ends = list(itertools.accumulate(map(len, codes)))
     lines_of: list[list[str]] = [[] for _ in codes]
-    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
-        file.write(b"".join(codes))
-        file.flush()
-        architecture = f"SM{sm}a" if sm >= 90 else f"SM{sm}"
-        command = [str(TOOLS / "nvdisasm"), "-b", architecture, file.name]
-        assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    architecture = f"SM{sm}a" if sm >= 90 else f"SM{sm}"
+    assembly = told(b"".join(codes), "nvdisasm", "-b", architecture)
     for offset, instruction in re.findall(r"/\*([0-9a-f]+)\*/ +(.*)", assembly):
         index = bisect.bisect_right(ends, int(offset, 16))
         lines_of[index].append(instruction)
@@ -254,12 +258,8 @@ def disassemble(cubins: list[bytes], sm: int) -> list[str]:
 
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and its stack in bytes."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups()
+    usage = told(cubin, "cuobjdump", "-res-usage")
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     return int(registers), int(stack)
 
 

@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -58,16 +57,15 @@ def supported() -> str:
 def cuda_code(
     function: Callable[..., Tensor | tuple],
     inputs: Sequence[Tensor],
-    options: dict[str, Any] | None = None,
 ) -> tuple[str, str]:
     """Return the modules that inductor would run on a GPU for `function(*inputs)`.
 
-    Every output that has a gradient gets one of its own shape.
+    Every output that has a gradient gets one of its own shape. Inductor's options are those that
+    are set (torch._inductor.config).
 
     Args:
         function: a module or function with one graph.
         inputs: on the CPU, as are the parameters; contents unused.
-        options: torch.compile's.
 
     Returns:
         Source of (forward, backward). Backward is "" if no output has a gradient
@@ -78,8 +76,6 @@ def cuda_code(
     """
     if reason := supported():
         raise UserError(f"inductor's CUDA code cannot be generated here: it {reason}")
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
     sources: dict[bool, str] = {}
@@ -93,11 +89,9 @@ def cuda_code(
         return _unfilled(results)
 
     torch._dynamo.reset()  # a function seen before would not be traced again
-    patches = {**(options or {}), "fx_graph_cache": False, "compile_threads": 1}
     with (
-        config.patch(patches),
-        functorch_config.patch(enable_autograd_cache=False),
-        _products_of_a_row(bool(patches.get("coordinate_descent_tuning"))),
+        torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1),
+        torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         compiled = torch.compile(
             function,
@@ -114,32 +108,6 @@ def cuda_code(
                 differentiable, [torch.empty_like(value) for value in differentiable]
             )
     return sources[False], sources.get(True, "")
-
-
-@contextlib.contextmanager
-def _products_of_a_row(tuned: bool) -> Iterator[None]:
-    """Decompose products with one row as inductor does on a GPU, if `tuned`.
-
-    With coordinate descent tuning inductor writes such a product itself, but asks for the device
-    while the graph is still on the CPU.
-    """
-    from torch._inductor import decomposition
-
-    table = decomposition.fast_random_decomps()
-    mm = torch.ops.aten.mm.default
-    by_library = table[mm]
-
-    @decomposition.pw_cast_for_opmath
-    def by_inductor(a: Tensor, b: Tensor) -> Tensor:
-        return (a.unsqueeze(2) * b.unsqueeze(0)).sum(dim=1)
-
-    def product(a: Tensor, b: Tensor, **more) -> Tensor:
-        if a.shape[0] == 1:
-            return by_inductor(a, b)
-        return by_library(a, b, **more)
-
-    with mock.patch.dict(table, {mm: product} if tuned else {}):
-        yield
 
 
 def _unfilled(like: list) -> Callable[[list], list]:
@@ -178,8 +146,13 @@ def _lower(graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward:
         record_original_output_strides(graph)
         with fake:
             inputs = [_as_cuda(value) for value in example_inputs]
+            # nodes of a CPU graph into those of a CUDA graph, in place
             for node in graph.graph.nodes:
-                _relabel(node)
+                node.meta.pop("tensor_meta", None)
+                if "val" in node.meta:
+                    node.meta["val"] = torch.utils._pytree.tree_map(_as_cuda, node.meta["val"])
+                if node.kwargs.get("device") == torch.device("cpu"):
+                    node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
         view_to_reshape(graph)
         _recursive_post_grad_passes(graph, is_inference=False)
         lowering = GraphLowering(
@@ -194,15 +167,6 @@ def _lower(graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward:
             return lowering.codegen()[0].value
 
 
-def _relabel(node: fx.Node) -> None:
-    """Turn a node of a CPU graph into one of a CUDA graph, in place."""
-    node.meta.pop("tensor_meta", None)
-    if "val" in node.meta:
-        node.meta["val"] = torch.utils._pytree.tree_map(_as_cuda, node.meta["val"])
-    if node.kwargs.get("device") == torch.device("cpu"):
-        node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
-
-
 def _as_cuda(value: object) -> object:
     """Return a fake CPU tensor as a fake CUDA tensor, and everything else unchanged."""
     if isinstance(value, Tensor) and value.device.type == "cpu":
@@ -213,11 +177,8 @@ def _as_cuda(value: object) -> object:
 @contextlib.contextmanager
 def _pretend_h200() -> Iterator[None]:
     """Answer for an H200 what inductor asks torch and Triton about the GPU."""
-    import torch._dynamo.device_interface as interface
-    import torch._inductor.scheduler
-    import torch._subclasses.fake_tensor
-    import torch.utils._triton
     import triton
+    from torch._dynamo import device_interface
     from triton.backends.compiler import GPUTarget
 
     driver = SimpleNamespace(
@@ -225,9 +186,8 @@ def _pretend_h200() -> Iterator[None]:
         get_current_device=lambda: 0,
         get_active_torch_device=lambda: torch.device("cuda", 0),
     )
-    cuda = interface.CudaInterface
     answers = {
-        torch.cuda: {
+        "torch.cuda": {
             "is_available": True,
             "device_count": 1,
             "current_device": 0,
@@ -237,7 +197,7 @@ def _pretend_h200() -> Iterator[None]:
             "_lazy_init": None,
             "is_bf16_supported": True,
         },
-        cuda: {
+        "torch._dynamo.device_interface.CudaInterface": {
             "is_available": True,
             "get_compute_capability": 90,
             "get_device_properties": H200,
@@ -245,19 +205,22 @@ def _pretend_h200() -> Iterator[None]:
             "raise_if_triton_unavailable": None,
             "current_device": 0,
         },
-        cuda.Worker: {"get_device_properties": H200, "current_device": 0},
+        "torch._dynamo.device_interface.CudaInterface.Worker": {
+            "get_device_properties": H200,
+            "current_device": 0,
+        },
         # it would allocate, in a CUDA build
-        torch._subclasses.fake_tensor: {"init_gpu_context": None},
-        torch.utils._triton: {"has_triton": True},
-        torch._inductor.scheduler: {"has_triton": True},
+        "torch._subclasses.fake_tensor": {"init_gpu_context": None},
+        "torch.utils._triton": {"has_triton": True},
+        "torch._inductor.scheduler": {"has_triton": True},
     }
     with contextlib.ExitStack() as stack:
         active = property(lambda _: driver)
         stack.enter_context(mock.patch.object(type(triton.runtime.driver), "active", active))
-        stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        stack.enter_context(mock.patch("torch.version.cuda", "13.0"))
         for target, values in answers.items():
             for name, value in values.items():
-                stack.enter_context(mock.patch.object(target, name, return_value=value))
-        if not interface._device_initialized:
-            interface.init_device_reg()
+                stack.enter_context(mock.patch(f"{target}.{name}", return_value=value))
+        if not device_interface._device_initialized:
+            device_interface.init_device_reg()
         yield

@@ -228,7 +228,7 @@ def check_arm(model: GPT, decoder: Decoder, idx: Tensor, tokens: int) -> dict[st
     Returns:
         error, error_unfused: root mean square over the new tokens' logits, relative; of the arm and
             of the model itself.
-        same_tokens: tokens that agree before the first that differs.
+        same_tokens: tokens that agree, in all rows, before the first that differs.
 
     Raises:
         UserError: the arm computes something else.
@@ -263,17 +263,13 @@ def check_arm(model: GPT, decoder: Decoder, idx: Tensor, tokens: int) -> dict[st
         )
 
     generated = model.generate(idx[rows], tokens, temperature=0)
+    # 1 up to the first token that differs
+    agree = (generated[:, T:] == out[:, T:]).int().cumprod(1)
     return {
         "error": (error / size).item(),
         "error_unfused": (error_unfused / size).item(),
-        "same_tokens": tokens_in_common(generated[:, T:], out[:, T:]),
+        "same_tokens": agree.sum(1).min().item(),
     }
-
-
-def tokens_in_common(a: Tensor, b: Tensor) -> int:
-    """Return how many tokens at the start are the same in all rows of a and b (B, T)."""
-    agree = (a == b).int().cumprod(1)  # 1 up to the first that differs
-    return agree.sum(1).min().item()
 
 
 def rms_error(a: Tensor, b: Tensor) -> Tensor:

@@ -74,7 +74,6 @@ def arm_cells(row: dict[str, Any], record: dict[str, Any]) -> dict[str, str]:
         ratio = row["error"] / row["error_unfused"]
         cells["launches (norms) per block"] = launches(row)
         cells["error (over unfused)"] = f"{row['error']:.2g} ({ratio:.2f})"
-    if "same_tokens" in row:
         cells["tokens as unfused"] = f"{row['same_tokens']} of {record['tokens']}"
     return cells
 

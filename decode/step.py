@@ -46,6 +46,7 @@ Why a launch is one launch:
 the faster ones. Token and position stay on the device; there the whole step is one CUDA graph.
 """
 
+import functools
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
@@ -115,17 +116,15 @@ def decode_logits(
     caches: list[Cache],
     token: Tensor,
     pos: Tensor,
-    last: bool = False,
     run_block: Callable[..., Stream] = decode_block,
 ) -> Tensor:
-    """Compute the logits of tokens (B, T) at positions pos (T,), and extend the caches.
+    """Read tokens (B, T) at positions pos (T,) into the caches, and compute the last one's logits.
 
     Args:
-        last: only those of the last token.
         run_block: what runs a block; decode/ledger.py counts launches there.
 
     Returns:
-        (B, T, n_vocab), or (B, 1, n_vocab) if `last`, in the type of the weights.
+        (B, 1, n_vocab), in the type of the weights.
     """
     x = ops.embed(token, pos, packed.wte, packed.wpe)  # (B, T, C)
     if packed.norm_e is not None:
@@ -133,11 +132,10 @@ def decode_logits(
     stream = Stream(x, None, None)
     for block, cache in zip(packed.blocks, caches, strict=True):
         stream = run_block(ops, packed, block, cache, pos, stream)
-    if last:
-        # Of a prompt, only the last token's logits are read: x (B, 1, C).
-        stream = Stream(*(None if part is None else part[:, -1:] for part in stream))
+    # Of a prompt, only the last token's logits are read: x (B, 1, C).
+    stream = Stream(*(None if part is None else part[:, -1:] for part in stream))
 
-    head = FUSIONS[packed.level].read(ops, packed.head, stream)  # z (B, T, n_vocab)
+    head = FUSIONS[packed.level].read(ops, packed.head, stream)  # z (B, 1, n_vocab)
     if head.inv_rms is None:
         return head.z
     # a final norm that shares its statistic: there is no activation to take the scale along
@@ -313,11 +311,8 @@ class Decoder:
         # What a step reads and writes stays in place, as a captured graph needs it.
         # keys and values of each block, (B, H_kv, length, D) each
         shape = (batch, config.kv_heads, length, config.head_channels)
-        self.caches = []
-        for _ in packed.blocks:
-            keys = torch.zeros(shape, dtype=packed.dtype, device=device)
-            values = torch.zeros(shape, dtype=packed.dtype, device=device)
-            self.caches.append((keys, values))
+        zeros = functools.partial(torch.zeros, shape, dtype=packed.dtype, device=device)
+        self.caches = [(zeros(), zeros()) for _ in packed.blocks]
         # the token that the next step reads, and its position, the same for all sequences
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.pos = torch.zeros(1, dtype=torch.int64, device=device)
@@ -326,7 +321,6 @@ class Decoder:
         self.logits = torch.empty(0, device=device)  # (B, 1, n_vocab) of the last step
 
         self.filled = 0  # tokens in the cache; the host's copy of pos
-        self._run: Callable[[], Tensor] | None = None  # the step as built by the first call
 
     @torch.no_grad()
     def prefill(self, idx: Tensor) -> Tensor:
@@ -340,7 +334,7 @@ class Decoder:
         """
         T = idx.shape[1]
         pos = torch.arange(T, device=idx.device)
-        self.logits = decode_logits(decode_reference, self.packed, self.caches, idx, pos, last=True)
+        self.logits = decode_logits(decode_reference, self.packed, self.caches, idx, pos)
         # All of these in place: a captured graph knows their addresses.
         self.out.zero_()
         self.out[:, :T] = idx
@@ -372,8 +366,6 @@ class Decoder:
             raise ValueError(
                 f"all {self.length} positions of the cache are taken: make the decoder longer"
             )
-        if self._run is None:
-            self._run = self._build()
         self.logits = self._run()
         self.filled += 1
         return self.logits
@@ -398,8 +390,9 @@ class Decoder:
         values, tokens = ops.best(logits)  # (B, parts of the vocabulary)
         ops.take(values, tokens, token, pos, self.out)
 
-    def _build(self) -> Callable[[], Tensor]:
-        """Return the step as a call that returns logits: compiled and captured as configured."""
+    @functools.cached_property
+    def _run(self) -> Callable[[], Tensor]:
+        """Build the step, once: a call that returns logits, compiled and captured as configured."""
 
         # token and pos are parameters, so that torch.compile sees them as inputs of its graph
         def compute(token: Tensor, pos: Tensor) -> Tensor:

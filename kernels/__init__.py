@@ -171,12 +171,10 @@ def plain(*arguments) -> Outputs:
         return Outputs(y, h, inv=inv)
     # No adds_in_rows: the gradient of a comes from a reduction over each row, so inductor makes the
     # same kernels of (B, T, C) and of (B T, C).
-    if not given.kind:
-        h, inv_out = reference.AddNormed.apply(x, a, given.w_out, given.eps_out)
-        return Outputs(None, h, inv_out=inv_out)
-    y, h, inv, inv_out = reference.NormAddNorm.apply(
-        x, a, given.w_out, given.w, given.eps_out, given.eps
+    h, inv_out, *normed = reference.AddNormed.apply(
+        x, a, given.w_out, given.w, given.eps_out, given.eps if given.kind else None
     )
+    y, inv = normed or (None, None)
     return Outputs(y, h, None, inv, inv_out)
 
 

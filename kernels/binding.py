@@ -120,7 +120,9 @@ def _by_reference(
     They have gradients themselves where backward is differentiated. inputs.x is the norm's input.
     """
     if not torch.is_grad_enabled():
-        leaves = [_leaf(tensor) for tensor in inputs[:7]]
+        leaves = [
+            None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs[:7]
+        ]
         inputs = Inputs(*leaves, *inputs[7:])
     with torch.enable_grad():
         y, _, _, inv, _ = reference.normalize(inputs.x, inputs)
@@ -137,10 +139,6 @@ def _by_reference(
     return Gradients(dx, da, dw, db, dw_out, dw_tilde)
 
 
-def _leaf(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().requires_grad_()
-
-
 def _autograd(
     outputs: tuple[Tensor | None, ...],
     gradients: tuple[Tensor | None, ...],
@@ -148,16 +146,14 @@ def _autograd(
 ) -> list[Tensor | None]:
     """Return the gradients of the inputs that have one."""
     pairs = [(root, given) for root, given in zip(outputs, gradients) if given is not None]
-    places = [i for i, tensor in enumerate(inputs) if tensor is not None and tensor.requires_grad]
-    found: list[Tensor | None] = [None] * len(inputs)
-    if pairs and places:
-        roots = [root for root, _ in pairs]
-        given = [gradient.to(root.dtype) for root, gradient in pairs]
-        wanted = [inputs[i] for i in places]
-        grads = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
-        for i, gradient in zip(places, grads):
-            found[i] = gradient
-    return found
+    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    roots = [root for root, _ in pairs]
+    given = [gradient.to(root.dtype) for root, gradient in pairs]
+    found = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
+    by_input = dict(zip(map(id, wanted), found))
+    return [by_input.get(id(tensor)) for tensor in inputs]
 
 
 class Fused(torch.autograd.Function):

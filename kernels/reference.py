@@ -142,15 +142,6 @@ def layer_norm(
 # ---------------------------------------------------------------------- output norm + add + norm
 
 
-def _add_normed(x: Tensor, a: Tensor, w_out: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute h = x + N(a), rounded once to the type of x, and the statistic of a."""
-    wide = statistics_dtype(x)
-    a = a.to(wide)
-    inv_out = inverse_rms(a, eps)
-    h = x + affine(a * inv_out, w_out, None, wide)
-    return _rounded(h, x.dtype), inv_out
-
-
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x to `dtype`; a cast to its own type is left out, for it would return an alias.
 
@@ -160,70 +151,21 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class AddNormed(torch.autograd.Function):
-    """Compute h = x + N(a), with N an RMSNorm of gain w_out; N(a) is not rounded before the sum.
+    """Compute h = x + N_out(a), rounded once, and with an `eps` y = N_in(h) too, both RMSNorms.
 
-    What a sublayer returns is normalised before it is added (OLMo Team 2024, OLMo 2). The outputs
-    are h (..., C) in the type of x, and the statistic of a (..., 1), which carries no gradient.
+    What a sublayer returns is normalised before it is added (OLMo Team 2024, OLMo 2); with y it is
+    the boundary between two sublayers of a sandwich: output norm, residual add, input norm (Gemma
+    Team 2024, Gemma 2; Kim et al. 2025, Peri-LN). N_out(a) is not rounded before the sum. The
+    outputs are h (..., C) in the type of x and the statistic of a (..., 1), which carries no
+    gradient; then y, like h, and the statistic of h.
 
-    It is written by hand because of what inductor makes of it. Kept for backward is a alone, which
-    the product before wrote anyway, and one statistic a row. Between products in a bfloat16 stream
-    of 768 channels it moves 17.9 kB a token this way, forward and backward with the adds of
-    gradients, and 23.2 kB by autograd (counted as in bench/bytes.py).
-    """
-
-    generate_vmap_rule = True  # for torch.func
-
-    @staticmethod
-    def forward(x: Tensor, a: Tensor, w_out: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-        return _add_normed(x, a, w_out, eps)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        _, a, w_out, ctx.eps = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(a, w_out, output[1])
-
-    @staticmethod
-    def backward(ctx, dh: Tensor, _) -> tuple[Tensor | None, ...]:
-        a, w_out, inv_out = ctx.saved_tensors
-        inv_out = _unless_second(inv_out, a, ctx.eps)
-        return dh, *_output_norm_backward(dh, a, w_out, inv_out, ctx.needs_input_grad[2]), None
-
-
-def _unless_second(inv_out: Tensor, a: Tensor, eps: float) -> Tensor:
-    """Return the statistic of a that forward kept, or in a second derivative one that depends on a.
-
-    A tensor that is kept is a constant there, unless it is an input or a differentiable output.
-    """
-    return inverse_rms(a.to(inv_out.dtype), eps) if torch.is_grad_enabled() else inv_out
-
-
-def _output_norm_backward(
-    dh: Tensor, a: Tensor, w_out: Tensor | None, inv_out: Tensor, gains: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of a and of w_out, given that of h = x + N(a), which is that of N(a).
-
-    NormAddNorm.backward has the formulas.
-    """
-    scaled = dh.to(inv_out.dtype) * inv_out
-    dw_out = _sum_rows(scaled * a, w_out, gains)
-    da = _through_norm(affine(scaled, w_out, None, inv_out.dtype), a, inv_out, None)
-    return da.to(a.dtype), dw_out
-
-
-class NormAddNorm(torch.autograd.Function):
-    """Compute h = x + N_out(a), rounded once, and y = N_in(h), both RMSNorms.
-
-    The boundary between two sublayers of a sandwich: output norm, residual add, input norm (Gemma
-    Team 2024, Gemma 2; Kim et al. 2025, Peri-LN). The outputs are y and h (..., C) in the type of
-    x, and the statistics of h and of a (..., 1); that of a carries no gradient.
-
-    It is written by hand because of what is kept for backward: h, which lives on as the residual
-    stream, a, which the product before wrote anyway, and two statistics a row. x is not kept, for
-    the gradient of a sum needs no summand. a has to be: h - x is N_out(a) without the digits that
-    the sum rounded off. Between products in a bfloat16 stream of 768 channels inductor's kernels
-    move 17.3 kB a token this way, forward and backward, and 21.9 kB by autograd, where the gradient
-    of h passes from one kernel to another in float32 (counted as in bench/bytes.py).
+    It is written by hand because of what inductor makes of it, and of what is kept for backward: a,
+    which the product before wrote anyway, h, which lives on as the residual stream, and a statistic
+    a row of each. x is not kept, for the gradient of a sum needs no summand. a has to be: h - x is
+    N_out(a) without the digits that the sum rounded off. Between products in a bfloat16 stream of
+    768 channels it moves 17.9 kB a token this way, forward and backward with the adds of gradients,
+    and 23.2 kB by autograd; with y 17.3 kB, and 21.9 kB by autograd, where the gradient of h passes
+    from one kernel to another in float32 (counted as in bench/bytes.py).
     """
 
     generate_vmap_rule = True  # for torch.func
@@ -235,41 +177,57 @@ class NormAddNorm(torch.autograd.Function):
         w_out: Tensor | None,
         w_in: Tensor | None,
         eps_out: float,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        h, inv_out = _add_normed(x, a, w_out, eps_out)
+        eps: float | None,
+    ) -> tuple[Tensor, ...]:
+        wide = statistics_dtype(x)
+        a = a.to(wide)
+        inv_out = inverse_rms(a, eps_out)
+        h = _rounded(x + affine(a * inv_out, w_out, None, wide), x.dtype)
+        if eps is None:
+            return h, inv_out
         inv_rms = inverse_rms(h, eps)
         y = affine(scale_groups(h, inv_rms), w_in, None, inv_rms.dtype)
-        return _rounded(y, x.dtype), h, inv_rms, inv_out
+        return h, inv_out, _rounded(y, x.dtype), inv_rms
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         _, a, w_out, w_in, ctx.eps_out, _ = inputs
-        _, h, inv_rms, inv_out = output
+        h, inv_out, *normed = output
         ctx.mark_non_differentiable(inv_out)
-        ctx.save_for_backward(h, a, w_out, w_in, inv_rms, inv_out)
+        kept = (h, w_in, normed[1]) if normed else ()
+        ctx.save_for_backward(a, w_out, inv_out, *kept)
 
     @staticmethod
-    def backward(ctx, dy: Tensor, dh: Tensor, ds: Tensor, _) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dh: Tensor, _, *of_normed: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients. With s = inv_rms, p = inv_out and n = C:
 
             q = dy w_in s,   dx = q - h s^2 (<q, h> + s ds) / n + dh,   dw_in = sum of dy s h
             r = dx w_out p,  da = r - a p^2 <r, a> / n,                 dw_out = sum of dx p a
 
-        dh is the gradient of the residual stream h itself, ds that of inv_rms. These are an
-        RMSNorm's formulas in terms of h and of a, which are kept, and not of h s and a p, which
-        inductor would keep in float32. dx is rounded before it is used for da: so inductor, which
-        makes a kernel for each line, hands it on in the type of h.
+        dh is the gradient of the residual stream h itself, which is dx where there is no y, and ds
+        that of inv_rms. These are an RMSNorm's formulas in terms of h and of a, which are kept, and
+        not of h s and a p, which inductor would keep in float32. dx is rounded before it is used
+        for da: so inductor, which makes a kernel for each line, hands it on in the type of h.
         """
-        h, a, w_out, w_in, inv_rms, inv_out = ctx.saved_tensors
-        inv_out = _unless_second(inv_out, a, ctx.eps_out)
+        a, w_out, inv_out, *kept = ctx.saved_tensors
+        wide = inv_out.dtype
         gains = any(ctx.needs_input_grad[2:4])
-        wide = inv_rms.dtype
-        scaled = dy.to(wide) * inv_rms
-        dw_in = _sum_rows(scaled * h, w_in, gains)
-        dx = _through_norm(affine(scaled, w_in, None, wide), h, inv_rms, ds)
-        dx = (dx + dh).to(h.dtype)
-        da, dw_out = _output_norm_backward(dx, a, w_out, inv_out, gains)
+        if torch.is_grad_enabled():
+            # A tensor that is kept is a constant in a second derivative, unless it is an input or a
+            # differentiable output.
+            inv_out = inverse_rms(a.to(wide), ctx.eps_out)
+        dx = dh
+        dw_in = None
+        if kept:
+            h, w_in, inv_rms = kept
+            dy, ds = of_normed
+            scaled = dy.to(wide) * inv_rms
+            dw_in = _sum_rows(scaled * h, w_in, gains)
+            dx = _through_norm(affine(scaled, w_in, None, wide), h, inv_rms, ds)
+            dx = (dx + dh).to(h.dtype)
+        scaled = dx.to(wide) * inv_out  # the gradient of h is that of N_out(a)
+        dw_out = _sum_rows(scaled * a, w_out, gains)
+        da = _through_norm(affine(scaled, w_out, None, wide), a, inv_out, None).to(a.dtype)
         return dx, da, dw_out, dw_in, None, None
 
 
