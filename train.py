@@ -68,7 +68,7 @@ class StartKeys:
 
 @dataclass(frozen=True)
 class TrainConfig(ComparisonKeys, EvalKeys, StartKeys, OptimKeys, LoopKeys, DataKeys, GPTConfig):
-    """Every key of a training run. The defaults are nanoGPT's for GPT-2 124M, but for its length."""
+    """Every key of a training run. The defaults are nanoGPT's for GPT-2 124M, but their length."""
 
     FIRST = (
         "norm_type",

@@ -219,7 +219,7 @@ REFUSED = {
                 bias=nn.Parameter(torch.randn(C)),
                 plain=nn.LayerNorm(C, elementwise_affine=False),
             ),
-            "mul does not",
+            "mul is not known",
         )
         for name, rows in GAIN.items()
     },
@@ -230,7 +230,7 @@ REFUSED = {
         net(lambda m, x: m.out(m.ln(F.avg_pool2d(m.a(x)[:, None], (1, 2))[:, 0].repeat(1, 1, 2)))),
         "repeat",
     ),
-    "one of several results": (net(lambda m, x: m.out(m.ln(m.a(x).max(1)[0]))), "max does not"),
+    "one of several results": (net(lambda m, x: m.out(m.ln(m.a(x).max(1)[0]))), "max is not known"),
     "input also to a linear": (net(lambda m, x: m.out(m.ln(h := m.a(x)) + h)), "linear in out"),
     "input also to a ReLU": (net(lambda m, x: m.out(m.ln(h := m.a(x)) + h.relu())), "relu"),
     "input also to the output": (
@@ -238,7 +238,7 @@ REFUSED = {
         "the model's output",
     ),
     "in-place activation": (net(lambda m, x: m.out(m.ln(m.a(x).relu_()))), "relu"),
-    "concatenated channels": (net(concatenated), "cat does not"),
+    "concatenated channels": (net(concatenated), "cat is not known"),
     "depthwise convolution": (
         net(
             lambda m, x: m.out(m.ln(m.conv(x.transpose(1, 2)).transpose(1, 2))),
@@ -249,12 +249,12 @@ REFUSED = {
     "RMSNorm above": (net(lambda m, x: m.out(m.ln(m.rms(m.a(x)))), rms=nn.RMSNorm(C)), "rms_norm"),
     "another number for every channel": (
         net(lambda m, x: m.out(m.ln(m.a(x) * x))),
-        "mul does not",
+        "mul is not known",
     ),
     "a layer that multiplies itself": (net(double_use), "matmul"),
     "one number added to a row": (
         net(lambda m, x: m.out(m.ln(m.a(x) + x[..., :1]))),
-        "add does not",
+        "add is not known",
     ),
     "a weight that is used as a matrix, too": (
         net(lambda m, x: m.out(m.ln(m.a(x))) + (x @ m.a.weight).sum(-1, keepdim=True)),
@@ -496,6 +496,7 @@ BAD = {
     "branch": (net(branches), (draw(2, C),), "exported"),
     "size": (net(lambda m, x: m.out(m.ln(m.a(x)[x[..., 0] > 0]))), (draw(2, C),), "on values"),
     "tensor": (net(in_place), draw(2, C), "exported"),
+    "meta": (net(in_place).to("meta"), (draw(2, C),), "meta device"),
     "script": (net(in_place, b=torch.jit.script(nn.Linear(C, C))), (draw(2, C),), "exported"),
 }
 

@@ -13,6 +13,7 @@ from helpers import close, draw
 from torch import nn
 from torch.nn.utils import parametrize
 
+from common.errors import FoldError
 from fold import analyze, fold, parametrize_cbwc
 from fold.certificate import run, touched
 from fold.modules import FoldedNorm
@@ -80,6 +81,32 @@ def test_tensors_that_are_plain_attributes():
     model = net(lambda m, x: m.out(m.ln(m.a(x) + m.pos)))
     model.pos = draw(4, C)
     assert "neither parameter nor buffer" in analyze(model, (draw(2, 4, C),)).rows[0].reason
+
+
+class Frozen(nn.Module):
+    """A LayerNorm whose bias is a buffer, of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(C))
+        self.register_buffer("beta", torch.zeros(C))
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, (C,), self.gain, self.beta)
+
+
+def test_a_bias_that_is_a_buffer():
+    model, x = net(plain, ln=Frozen()), (draw(2, 4, C),)
+    after, _ = folded(model, x, 1)
+    for one in (model, after):
+        one.ln.beta += 1
+    close(after(*x), model(*x))
+
+
+def test_cbwc_of_a_model_that_reads_its_norm():
+    model = net(lambda m, x: plain(m, x) * m.ln.eps)
+    with pytest.raises(FoldError, match="keep its LayerNorms"):
+        parametrize_cbwc(model, analyze(model, (draw(2, 4, C),)))
 
 
 class Doubled(nn.Module):

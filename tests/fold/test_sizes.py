@@ -2,6 +2,7 @@
 NANONORM_FOLDS=100: more.
 """
 
+import contextlib
 import os
 import random
 
@@ -12,7 +13,7 @@ from helpers import close, draw
 from torch import Tensor, nn
 
 from common.errors import FoldError
-from fold import analyze, fold
+from fold import analyze, fold, parametrize_cbwc
 from fold.certificate import run
 
 SEEDS = 4 * int(os.environ.get("NANONORM_FOLDS", 5))
@@ -77,6 +78,12 @@ def agrees(model: nn.Module, after: nn.Module, *shape: int) -> bool:
         return False
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 * float(expected.abs().max()))
     return True
+
+
+def pooled_keys(m, x: Tensor) -> Tensor:
+    """Attend to every fourth position, and add a norm of the queries."""
+    h, read = m.a(x), m.b(x[:, ::4])
+    return m.ln(h) + nn.functional.scaled_dot_product_attention(h, read, read)
 
 
 def front(*between) -> nn.Module:
@@ -146,6 +153,21 @@ CASES = {
         [(1, 3, 2 * C), (2, 3, 2 * C)],
         0,
     ),
+    "keys that a longer input alone has several of": (
+        net(pooled_keys),
+        (2, 4, C),
+        [(2, 8, C)],
+        0,
+    ),
+    "positions that begin beyond the example": (
+        net(
+            lambda m, x: m.b(m.ln(m.a(x) + torch.arange(x.shape[1])[:, None] // 4 * m.p)),
+            p=nn.Parameter(torch.randn(C)),
+        ),
+        (2, 4, C),
+        [(2, 7, C)],
+        0,
+    ),
     "a cumulative sum": (front(lambda h: h.cumsum(1), nn.LayerNorm(C)), (2, 3, C), [(3, C)], 0),
     "two axes that are not there": (
         front(lambda h: h.cumsum(1), lambda h: h.squeeze(), nn.LayerNorm(C)),
@@ -159,10 +181,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_other_shapes(name):
     model, example, others, number = CASES[name]
-    after, certificate = fold(model, analyze(model, (draw(*example),)))
+    report = analyze(model, (draw(*example),))
+    after, certificate = fold(model, report)
     assert certificate.folded == number, str(certificate)
     assert all(agrees(model, after, *shape) for shape in others)
     agrees(model, after, 3, C, C)  # or it is refused
+    with contextlib.suppress(FoldError):
+        trained = parametrize_cbwc(model, report)
+        assert all(agrees(model, trained, *shape) for shape in others)
 
 
 def test_a_folded_norm_under_vmap():
