@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import TINY, close, losses, records, shake
+from helpers import TINY, chars_meta, close, losses, save_model, shake, tokens, val_losses
 from hf_models import needs_transformers, save, tiny, transformers
 
 import convert
 import sample
-from common.errors import CheckpointError, ConfigError, UserError
+from common.errors import ConfigError, UserError
 from fold import gpt as fold
 from fold.certificate import certify
 from load import load_model
@@ -24,7 +24,6 @@ from norm_types import NORM_TYPES
 from norms import LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm
 from posthoc.coupling import view
 from taper import tapers
-from training.checkpoint import save_checkpoint
 
 SHAPE = GPTConfig(
     vocab_size=40, n_vocab=32, block_size=12, n_layer=3, n_head=2, n_embd=16, init_std=0.2
@@ -42,10 +41,6 @@ SHAPES = {
     "llama": LLAMA,
     "llama, biases": {**LLAMA, "bias": True},
 }
-
-
-def tokens(*shape, seed=0):
-    return torch.randint(32, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def gpt(steps=0, **keys):
@@ -226,12 +221,8 @@ def saved(tmp_path):
     """saved(**keys) -> path of a checkpoint."""
 
     def save(steps=0, **keys):
-        model, path = gpt(steps, **keys).float(), tmp_path / f"{keys['norm_type']}.pt"
-        chars = "".join(chr(48 + i) for i in range(32))
-        meta = {"tokenizer": "chars", "vocab_size": 32, "chars": chars}
-        content = {"config": vars(model.config), "meta": meta, "model": model.state_dict()}
-        save_checkpoint(path, {"step": steps, **content})
-        return path
+        path = tmp_path / f"{keys['norm_type']}.pt"
+        return save_model(path, gpt(steps, **keys).float(), chars_meta(32))
 
     return save
 
@@ -318,7 +309,7 @@ def test_a_mistake_is_found_and_nothing_written(broken, saved, tmp_path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
-def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_path, capsys):
+def test_training_goes_on_from_a_converted_run(train_ok, train_fails, tiny_data, tmp_path, capsys):
     """train.py reads it with the words that convert.py prints, and the loss is where it was; it
     does not take it for a run to resume.
     """
@@ -331,15 +322,11 @@ def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_
     shape = {"--n_layer", "--n_head", "--n_embd", "--block_size", "--bias"}
     settings = [word for word in words if word.partition("=")[0] not in shape]
     train_ok(*keys, *settings, "--max_iters=10", f"--out_dir={tmp_path / 'tuned'}")
-    ends = [
-        [e["val_loss"] for e in records(tmp_path / name) if e["event"] == "eval"]
-        for name in ("run", "tuned")
-    ]
-    assert ends[1][0] == pytest.approx(ends[0][-1], abs=1e-5)
+    run, tuned = (val_losses(tmp_path / name) for name in ("run", "tuned"))
+    assert tuned[0] == pytest.approx(run[40], abs=1e-5)
     assert losses(tmp_path / "tuned")[10] < losses(tmp_path / "run")[1]
     same = ("--norm_type=rms", "--rms_bias=True", "--tie_embeddings=False")
-    job = launch(*words, *same, f"--out_dir={tmp_path / 'rms'}")
-    assert job.wait() == [CheckpointError.exit_code] and "--init_from" in job.text()
+    assert "--init_from" in train_fails(*words, *same, f"--out_dir={tmp_path / 'rms'}")
 
 
 @needs_transformers

@@ -6,12 +6,10 @@ python -m pytest tests/test_fault_injection.py
 import errno
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from fault_injection import build, read_trace
-from helpers import ROOT
+from helpers import run_python
 
 # Every call that changes a file, in a folder that is given
 CALLS = """
@@ -50,9 +48,9 @@ def test_every_call_is_counted_and_the_one_that_is_meant_meets_its_fate(library,
     def meet(mode: str, point: int) -> tuple[int, str, list]:
         files, trace = tmp_path / f"{mode}{point}", tmp_path / "trace"
         files.mkdir()
-        words = [sys.executable, "-c", CALLS, files, trace, str(point), mode]
-        env = os.environ | {"LD_PRELOAD": str(library)}
-        done = subprocess.run(words, env=env, capture_output=True, text=True)
+        done = run_python(
+            "-c", CALLS, files, trace, point, mode, code=None, LD_PRELOAD=str(library)
+        )
         return done.returncode, done.stderr, read_trace(trace)
 
     code, errors, calls = meet("kill", 0)
@@ -73,8 +71,7 @@ def test_every_call_is_counted_and_the_one_that_is_meant_meets_its_fate(library,
 @pytest.mark.xdist_group("faults")
 def test_a_sample_of_all_points(library):
     """The same every time."""
-    command = [sys.executable, "-m", "tests.fault_injection", "--points=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("-m", "tests.fault_injection", "--points=1")
+
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["points"] for record in found] == [1] * 5

@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_convert import LLAMA, ONE_PLUS, certified, gpt, saved, tokens
+from helpers import tokens
+from test_convert import LLAMA, ONE_PLUS, certified, gpt, saved
 
 import convert
 from common.errors import FoldError

@@ -4,7 +4,6 @@ are compared with lm-evaluation-harness's in tests/hf/test_tokens.py.
     python -m pytest tests/test_hellaswag.py
 """
 
-import dataclasses
 import json
 import lzma
 from contextlib import nullcontext
@@ -15,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    BYTES,
     TINY,
-    losses,
-    records,
-    val_losses,
+    events,
+    same_run,
+    save_model,
     write_items,
     write_tiny_shards,
 )
@@ -29,7 +29,6 @@ from data.tokenizers import byte_tokenizer, load_tokenizer
 from evals.hellaswag import HellaSwag, load_items
 from hellaswag import main
 from model import GPT, GPTConfig
-from training.checkpoint import save_checkpoint
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -49,17 +48,7 @@ def tiny_gpt(block_size: int = 128) -> GPT:
 
 
 def save_run(folder: Path) -> Path:
-    folder.mkdir()
-    model = tiny_gpt()
-    save_checkpoint(
-        folder / "ckpt_last.pt",
-        {
-            "step": 1,
-            "config": dataclasses.asdict(model.config),
-            "model": model.state_dict(),
-            "meta": {"tokenizer": "bytes"},
-        },
-    )
+    save_model(folder / "ckpt_last.pt", tiny_gpt(), {"tokenizer": "bytes"})
     (folder / "log.jsonl").write_text("")
     return folder
 
@@ -102,15 +91,14 @@ def test_equals_a_naive_loop(tmp_path, block_size, least, most):
     assert least <= scores.texts_cut <= most
 
 
-def test_ranks_and_batch_size_change_nothing(launch, tmp_path):
+def test_ranks_and_batch_size_change_nothing(train_ok, tmp_path):
     run, items = save_run(tmp_path / "run"), write_items(tmp_path / "items.jsonl", 60)
     found = []
     for ranks in (1, 2):
         out = tmp_path / f"{ranks}.jsonl"
         words = (f"--data={items}", "--device=cpu", f"--out={out}", "--json")
         words += (f"--batch_size={63 * ranks}",)
-        job = launch(str(run), *words, ranks=ranks, program="hellaswag")
-        assert set(job.wait()) == {0}, job.text()
+        job = train_ok(run, *words, ranks=ranks, program="hellaswag")
         summary = json.loads(job.outputs[0].read_text().splitlines()[-1])
         found.append((summary, out.read_text()))
     assert found[0] == found[1] and found[0][0]["n_items"] == 60
@@ -121,16 +109,14 @@ def test_training_scores_it_and_is_not_disturbed(train_ok, tmp_path):
     """With a score at the end and without: the same losses; the log has the score, the folder the
     items.
     """
-    data = write_tiny_shards(tmp_path / "data", vocab=200)
-    (data / "meta.json").write_text(json.dumps({"tokenizer": "bytes", "vocab_size": 257}))
+    data = write_tiny_shards(tmp_path / "data", vocab=200, meta=BYTES)
     items = write_items(tmp_path / "items.jsonl", 12)
     arguments = (*TINY, "--eval_interval=20", "--dropout=0.1", f"--data_dir={data}")
     scoring = (f"--hellaswag={items}", "--hellaswag_items=10")
     train_ok(*arguments, f"--out_dir={tmp_path / 'without'}")
     train_ok(*arguments, *scoring, f"--out_dir={tmp_path / 'with'}")
-    assert losses(tmp_path / "with") == losses(tmp_path / "without")
-    assert val_losses(tmp_path / "with") == val_losses(tmp_path / "without")
-    scores = [record for record in records(tmp_path / "with") if record["event"] == "hellaswag"]
+    assert same_run(tmp_path / "with", tmp_path / "without")
+    scores = events(tmp_path / "with", "hellaswag")
     assert [record["step"] for record in scores] == [40] and scores[0]["n_items"] == 10
     assert len((tmp_path / "with" / "hellaswag.jsonl").read_text().splitlines()) == 10
 

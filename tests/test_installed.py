@@ -5,12 +5,10 @@ and not the clone; nanonorm.fold.hub in one that has transformers too.
 """
 
 import shutil
-import subprocess
-import sys
 import tomllib
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, run_python
 from hf_models import needs_transformers
 
 PROGRAM = """
@@ -94,19 +92,13 @@ def installed(tmp_path_factory):
     return place
 
 
-def run(program, place):
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, cwd=place, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 def test_every_shipped_module_works_without_the_clone(installed):
     assert {path.name for path in installed.iterdir()} == {"nanonorm"}
     shipped = list((installed / "nanonorm").rglob("*.py"))
-    assert int(run(PROGRAM, installed)) == len(shipped)
+    printed = run_python("-c", PROGRAM, cwd=installed).stdout
+    assert int(printed) == len(shipped)
 
 
 @needs_transformers
 def test_models_of_transformers_without_the_clone(installed):
-    run(HUB, installed)
+    run_python("-c", HUB, cwd=installed)

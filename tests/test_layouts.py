@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers import close, random_sections, shake
+from helpers import close, plan, random_sections, shake, tokens
 from torch import Tensor
 
 from common.errors import ConfigError
 from model import GPT, GPTConfig, KVCache
-from norm_plan import NormConfig, NormPlan
+from norm_plan import NormConfig
 from norm_types import NORM_TYPES
 
 L = 4
@@ -75,7 +75,7 @@ SHAPES = {
     "tanh": replace(GPT2, activation="gelu_tanh", n_head=4, tie_embeddings=False),
     "local": replace(GPT2, activation="relu2", window=4, local_blocks="l", embed_scale=3.0),
 }
-IDX, TARGETS = torch.randint(20, (2, 3, T), generator=torch.Generator().manual_seed(0))
+IDX, TARGETS = tokens(2, 3, T, below=20)
 
 # ------------------------------------------------------------------------- the plain implementation
 
@@ -521,10 +521,6 @@ def start(norm_type: str, shape: str = "llama", **keys) -> dict[str, Tensor]:
     return GPT(replace(SHAPES[shape], norm_type=norm_type, **keys), seed=3).state_dict()
 
 
-def plan(norm_type: str, n_layer: int = 12, channels: int = 768, **keys) -> NormPlan:
-    return NormPlan(NormConfig(norm_type=norm_type, **keys), n_layer, channels, bias=False)
-
-
 # The authors' standard deviations in units of init_std: queries and keys; values; what a sublayer
 # reads with; what it writes with. All other types have the common ones.
 DEPTH = 1 / math.sqrt(2 * L)
@@ -586,7 +582,7 @@ def test_mixlns_border_is_a_quarter_of_the_blocks():
 )
 def test_alpha_of_dyt_by_width(width, attention, others):
     """Zhu et al. 2025, tables 10 and 11: alpha before attention, and at all other places."""
-    dyt = plan("dyt", 2, width)
+    dyt = plan("dyt", 2, channels=width)
     found = [dyt.place(position).norm.alpha.item() for position in range(5)]
     assert found == pytest.approx([attention, others, attention, others, others])
     assert dyt.embedding_norm().norm.scale.item() == pytest.approx(math.sqrt(width))

@@ -10,24 +10,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import ROOT, close, random_sections
+from helpers import ROOT, close, plan, random_sections
 
 from common.errors import CheckpointError, ConfigError
 from configurator import parse_args
 from evidence.runs import by_arm, difference_in_settings, find_runs
 from load import load_model
 from model import GPT, GPTConfig
-from norm_plan import NormConfig, NormPlan, foreign_keys, keys_of
+from norm_plan import NormPlan, foreign_keys, keys_of
 from norm_types import NORM_TYPES
 from train import TrainConfig
 from training.checkpoint import model_config, restore, save_checkpoint
 from training.run import changed_keys
-
-
-def plan(norm_type: str, n_layer: int, norm_plan: str = "", **keys) -> NormPlan:
-    config = NormConfig(norm_type=norm_type, norm_plan=norm_plan, **keys)
-    return NormPlan(config, n_layer, 8, bias=False)
-
 
 # ----------------------------------------------------------------------------- parsing and printing
 

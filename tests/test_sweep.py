@@ -5,7 +5,6 @@ report.py on them.
 """
 
 import csv
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY, records, write_items, write_tiny_shards
+from helpers import BYTES, ROOT, TINY, records, write_items, write_tiny_shards
 
 import report
 from common.errors import ConfigError
@@ -34,9 +33,8 @@ WORDS = (*TINY, "--checkpoint_interval=10")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("sweep")
-    folder = write_tiny_shards(place / "data", vocab=200)
-    (folder / "meta.json").write_text(json.dumps({"tokenizer": "bytes", "vocab_size": 257}))
+    folder = tmp_path_factory.mktemp("sweep") / "data"
+    write_tiny_shards(folder, vocab=200, meta=BYTES)
     write_items(folder / "items.jsonl", 12)
     return folder
 
@@ -167,8 +165,8 @@ def test_keys_with_blanks_and_two_processes(data, tmp_path):
     done.write_text(
         '{"event": "start", "config": {"norm_type": "layer"}}\n{"event": "end", "reason": "done"}\n'
     )
-    words = ["--warmup_iters=99"]
-    lines = finish(start(data, tmp_path / "out", *words, ARMS=arms, SEEDS="1", NPROC="2"))
+    keys = {"ARMS": arms, "SEEDS": "1", "NPROC": "2"}
+    lines = finish(start(data, tmp_path / "out", "--warmup_iters=99", **keys))
     assert lines[0] == "[1/2] plain-1: done already"
     assert lines[-1].endswith("--baseline=plain")
     assert "[2/2] coupled+norm_plan=Rs_Rs_R+coupled_alpha=1.5-1: done" in lines[2]
@@ -192,7 +190,7 @@ def test_a_sweep_from_a_model_goes_on(data, tmp_path):
 
 @pytest.mark.xdist_group("sweep")
 def test_a_wrong_setting_stops_at_once(data, tmp_path):
-    wrong = (
+    for name, value, error in (
         ("ARMS", "rms 'coupled", "quote is not closed"),
         ("ARMS", "rms rms", "is named twice"),
         ("ARMS", "a:rms 'a:rms --norm_eps=1e-6'", "is named twice"),
@@ -204,11 +202,9 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
         ("SEEDS", "8 08", "08"),
         ("JOBS", "two", "JOBS=two: needs a number"),
         ("HELLASWAG", "nowhere.jsonl", "nowhere.jsonl"),
-    )
-    for name, value, error in wrong:
-        assert any(
-            error in line for line in finish(start(data, tmp_path / "out", **{name: value}), 2)
-        )
+    ):
+        lines = finish(start(data, tmp_path / "out", **{name: value}), 2)
+        assert any(error in line for line in lines)
     help_text = subprocess.run(
         ["./sweep.sh"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -235,8 +231,7 @@ def test_other_settings_are_not_done_already(train_ok, data, tmp_path):
     train_ok(*words, "--seed=1", f"--out_dir={tmp_path / 'rms-1'}")
 
     def check_with(*more: str) -> None:
-        arm = ["::", "rms", "--norm_type=rms"]
-        given = [tmp_path, "2 1", *words, *more, *arm]
+        given = [tmp_path, "2 1", *words, *more, "::", "rms", "--norm_type=rms"]
         check(lambda keys: parse_args(TrainConfig, keys)[0], NORM_KEYS, given)
 
     check_with(f"--data_dir={data}/../data")

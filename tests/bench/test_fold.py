@@ -8,14 +8,12 @@ import json
 
 import pytest
 import torch
-from helpers import shake
+from helpers import save_model, shake
 
 from bench import fold
 from bench.fold import BARE, SWAPPED, FoldBenchConfig, inputs, make_arms
-from common.errors import ConfigError
 from common.stats import paired_ratio
 from model import GPT, GPTConfig
-from training.checkpoint import save_checkpoint
 
 SMALL = {
     "hidden_size": 16,
@@ -31,10 +29,7 @@ GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50}
 @pytest.fixture
 def checkpoint(tmp_path):
     config = GPTConfig(vocab_size=40, block_size=32, n_layer=1, n_head=2, n_embd=16, bias=True)
-    model = shake(GPT(config)).float()
-    state = {"step": 0, "config": vars(model.config), "meta": {}, "model": model.state_dict()}
-    save_checkpoint(tmp_path / "layer.pt", state)
-    return str(tmp_path / "layer.pt")
+    return save_model(tmp_path / "layer.pt", shake(GPT(config)).float())
 
 
 def test_a_record_adds_up_and_all_lengths_are_compiled(checkpoint, tmp_path, capsys, monkeypatch):
@@ -95,17 +90,3 @@ def test_shapes_of_transformers(name, shape, folds, total, monkeypatch, tmp_path
     record = json.loads(out.read_text())
     assert record["length"] == (5 if name == "vit" else 8)  # four patches and the class token
     assert (f"before / {SWAPPED}" in record) == (folds < total)
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["hf:gpt5"], "hf:gpt2"),
-        (["x", "--rounds=5"], "rounds"),
-        (["x", "--modes=eager,fast"], "fast"),
-        (["x", "--lengths=0"], "length"),
-    ],
-)
-def test_refusals(words, named):
-    with pytest.raises(ConfigError, match=named):
-        fold.main(words)

@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TINY
+from helpers import TINY, json_lines
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import train, train_arms, train_profile
@@ -249,8 +249,7 @@ def test_a_run_writes_table_and_records(tmp_path, capsys, upstream):
     words = ["--arms=coupled; layer", f"--nanogpt={upstream}", f"--out={folder}"]
     train.main([*TINY, *EAGER, *words])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    lines = (folder / "steps.jsonl").read_text().splitlines()
-    records = {row["arm"]: row for row in map(json.loads, lines)}
+    records = {row["arm"]: row for row in json_lines(folder / "steps.jsonl")}
     names = ["coupled", "layer", "rms", "rms-no-mlp-gamma", "nanogpt", "coupled" + AGAIN]
     assert list(records) == [row["arm"] for row in told] == names
     for name, row in records.items():

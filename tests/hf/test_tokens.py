@@ -65,11 +65,6 @@ def folder_of(family, template, folder):
     return save(tiny(family), folder)
 
 
-def likelihoods(model, pairs):
-    texts = encode_pairs(load_tokenizer(model.meta), pairs, model.config.block_size)
-    return log_likelihoods(model, texts, Ranks(0, 1, CPU), 3, nullcontext)
-
-
 @pytest.mark.parametrize("template", ["", "<bos> $A"], ids=["plain", "bos"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_likelihoods_are_those_of_lm_evaluation_harness(family, template, tmp_path, monkeypatch):
@@ -83,7 +78,9 @@ def test_likelihoods_are_those_of_lm_evaluation_harness(family, template, tmp_pa
     folder = folder_of(family, template, tmp_path / "model")
     harness = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4)
 
-    ours, is_greedy = likelihoods(load_hf(folder), PAIRS)
+    model = load_hf(folder)
+    texts = encode_pairs(load_tokenizer(model.meta), PAIRS, model.config.block_size)
+    ours, is_greedy = log_likelihoods(model, texts, Ranks(0, 1, CPU), 3, nullcontext)
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in PAIRS]
     theirs, is_theirs = zip(*harness.loglikelihood(requests, disable_tqdm=True), strict=True)
     close = pytest.approx(theirs, rel=1e-5, abs=1e-5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, records, shake
+from helpers import TINY, events, shake
 
 from common.distributed import Ranks
 from data.shards import write_shard
@@ -73,10 +73,6 @@ def test_a_run_measures_it_at_the_end_on_any_number_of_ranks(train_ok, tiny_data
     words = (*TINY, "--max_iters=4", "--full_val=True", f"--data_dir={tiny_data}")
     for ranks in (1, 2):
         train_ok(*words, f"--out_dir={tmp_path / str(ranks)}", ranks=ranks)
-    one, two = (
-        [event for event in records(tmp_path / name) if event["event"] == "val_full"]
-        for name in ("1", "2")
-    )
-    assert len(one) == len(two) == 1 and one[0]["step"] == 4
-    assert one[0]["tokens"] == two[0]["tokens"] == 1999
-    assert one[0]["val_loss_full"] == pytest.approx(two[0]["val_loss_full"], abs=1e-5)
+    [one], [two] = (events(tmp_path / name, "val_full") for name in ("1", "2"))
+    assert one["step"] == 4 and one["tokens"] == two["tokens"] == 1999
+    assert one["val_loss_full"] == pytest.approx(two["val_loss_full"], abs=1e-5)
