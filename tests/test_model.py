@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from helpers import close, draw, shake
+from helpers import close, draw, shake, tokens
 from torch import nn
 
 from common.errors import ConfigError
@@ -42,10 +42,6 @@ LLAMA = {
     "n_kv_head": 1,
     "tie_embeddings": False,
 }
-
-
-def tokens(*shape, seed=0, below=32):
-    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def gpt(norm_type="layer", **keys):

@@ -4,7 +4,6 @@ python -m pytest tests/hf/test_weights.py
 """
 
 import json
-import subprocess
 import sys
 import unittest.mock
 from dataclasses import replace
@@ -12,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, run_python
 from hf_models import (
     DEFAULT_ROPE,
     LLAMA,
@@ -386,10 +385,8 @@ def test_transformers_works_beside_our_folder_named_kernels(tmp_path):
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
     cases = [(first, paths) for first in FIRST for paths in ([str(ROOT)], [str(ROOT), str(site)])]
     program = f"CASES = {cases}\n" + USE_BOTH
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_python("-c", program, cwd=tmp_path)
+
     assert done.stdout.splitlines() == [
         f"{first} {len(paths)} kernels False" for first, paths in cases
     ]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._inductor.config
-from helpers import shake
+from helpers import shake, tokens
 
 from kernels import binding
 from model import GPT, GPTConfig
@@ -48,9 +48,7 @@ VARIANTS = {
     "hybrid": {"norm_type": "hybrid", "residual_weight": 1.5},
     "lns": {},
 }
-TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5)).to(
-    DEVICE
-)
+TOKENS = tokens(3, 9, seed=5).to(DEVICE)
 IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
 
 

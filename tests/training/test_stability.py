@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
-from helpers import draw, shake
+from helpers import draw, shake, tokens
 
 from model import GPT, GPTConfig
 from training.stability import SPIKE, WINDOW, Stability, largest_attention_logit, largest_logit
@@ -60,7 +60,7 @@ def test_the_largest_logit_is_that_of_all_scores(window):
 
 def test_of_a_model_it_is_the_largest_of_all_layers():
     model = shake(GPT(SHAPE).double())
-    idx = torch.randint(11, (3, 12), generator=torch.Generator().manual_seed(0))
+    idx = tokens(3, 12, below=11)
     before, computed = largest_attention_logit(model, idx), model(idx)
     for block in model.blocks:
         block.attn.qkv.weight.data[:16] *= 100  # queries
