@@ -393,6 +393,7 @@ def rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> tuple[str, tuple[f
         )
     if kind == "default":
         return "llama3", ()
+    factor = rope["factor"]
     numbers = dict(rope)
     if kind != "linear":
         numbers["original_length"] = hf.get(ORIGINAL) or rope[ORIGINAL]
@@ -401,7 +402,7 @@ def rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> tuple[str, tuple[f
         numbers["beta_fast"] = rope.get("beta_fast") or 32
         numbers["beta_slow"] = rope.get("beta_slow") or 1
         numbers["attention_factor"] = (
-            rope.get("attention_factor") or 0.1 * math.log(max(rope["factor"], 1)) + 1
+            rope.get("attention_factor") or 0.1 * math.log(max(factor, 1)) + 1
         )
     return kind, tuple(numbers[name] for name in ROPE_SCALINGS[kind])
 
