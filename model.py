@@ -112,7 +112,13 @@ class GPTConfig(NormConfig):
         ("gpt2", "torch"),
     )
     # Linears that write into the stream have init_std / sqrt(2 n_layer).
-    init_std: float = key(0.02, "standard deviation of initial weights", least=1e-6, most=100.0)
+    init_std: float | None = key(
+        None,
+        "standard deviation of initial weights (auto: GPT-2's 0.02; below its 768 channels "
+        "0.02 (768 / n_embd)^0.75)",
+        least=1e-6,
+        most=100.0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,6 +167,13 @@ class GPTConfig(NormConfig):
     @property
     def head_channels(self) -> int:
         return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def initial_std(self) -> float:
+        """Standard deviation of initial weights. The rule was tested at 64 to 384 channels."""
+        if self.init_std is None:
+            return 0.02 * max(1.0, 768 / self.n_embd) ** 0.75
+        return self.init_std
 
     @property
     def n_weights(self) -> int:
@@ -590,7 +603,7 @@ class GPT(nn.Module):
         in their norms begin with identical other weights.
         """
         config = self.config
-        residual_std = config.init_std / math.sqrt(2 * config.n_layer)
+        residual_std = config.initial_std / math.sqrt(2 * config.n_layer)
         for name, module in self.named_modules():
             # A loader will fill what is on meta.
             if not isinstance(module, nn.Linear | nn.Embedding) or module.weight.is_meta:
@@ -607,7 +620,7 @@ class GPT(nn.Module):
                     tensor.zero_()
                 else:
                     writes = name.endswith((".proj", ".down"))  # into the residual stream
-                    std = residual_std if writes else config.init_std
+                    std = residual_std if writes else config.initial_std
                     tensor.normal_(0.0, 1.0 if config.init == "torch" else std, generator=stream)
             self.apply_init_factors(name, module.weight)
         self.pair_gains(seed)

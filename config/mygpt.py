@@ -19,6 +19,7 @@ n_embd = 64
 block_size = 64
 bias = True
 attn_bias = False
+init_std = 0.02  # of init=gpt2
 init = "torch"  # unit-normal embeddings, so the first loss is near 41; "gpt2" is the other one
 
 max_iters = 2000

@@ -18,6 +18,7 @@ activation = "swiglu"
 position = "rope"
 tie_embeddings = False
 block_size = 256
+init_std = 0.02
 
 max_iters = 1500
 batch_size = 8

@@ -14,6 +14,7 @@ n_layer = 4
 n_head = 4
 n_embd = 128
 block_size = 128
+init_std = 0.02
 
 max_iters = 1000
 batch_size = 16

@@ -78,6 +78,15 @@ def is_like(tensor, std):
     )
 
 
+@pytest.mark.parametrize(
+    ("channels", "given", "std"),
+    [(768, None, 0.02), (1600, None, 0.02), (256, None, 0.0456), (48, None, 0.16), (48, 0.5, 0.5)],
+)
+def test_initial_weights_by_width(channels, given, std):
+    model = GPT(replace(WIDE, n_layer=1, n_head=1, n_embd=channels, init_std=given))
+    assert float(model.blocks[0].attn.qkv.weight.std()) == pytest.approx(std, rel=0.03)
+
+
 @pytest.mark.parametrize("init", ["gpt2", "torch"])
 def test_initial_weights(init):
     """gpt2: normal, but for what writes into the stream; torch: PyTorch's own defaults.
