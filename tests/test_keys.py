@@ -51,13 +51,8 @@ def values_of(field: dataclasses.Field) -> list[str]:
     found = [*ODD, *field.metadata["choices"], *map(str.upper, field.metadata["choices"])]
     for bound in (field.metadata["least"], field.metadata["most"]):
         if bound is not None:
-            near = (
-                bound,
-                bound - 1,
-                bound + 1,
-                *(math.nextafter(bound, s * 9e99) for s in (1, -1)),
-            )
-            found += map(str, near)
+            far = (math.nextafter(bound, sign * 9e99) for sign in (1, -1))
+            found += map(str, (bound, bound - 1, bound + 1, *far))
     return found
 
 

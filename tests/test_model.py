@@ -12,7 +12,6 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from helpers import close, draw, shake, tokens
-from torch import nn
 
 from common.errors import ConfigError
 from kernels import cross_entropy as loss_file
@@ -96,9 +95,9 @@ def test_initial_weights(init):
     model = GPT(replace(WIDE, init_std=0.05, init=init))
     for name, module in model.named_modules():
         for part, tensor in module.named_parameters(recurse=False):
-            if isinstance(module, nn.Embedding):
+            if isinstance(module, torch.nn.Embedding):
                 assert is_like(tensor, 0.05 if init == "gpt2" else 1.0), name
-            elif not isinstance(module, nn.Linear):
+            elif not isinstance(module, torch.nn.Linear):
                 assert tensor.unique().tolist() == [float(part == "weight")]
             elif init == "torch":
                 bound = module.in_features**-0.5

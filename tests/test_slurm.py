@@ -112,10 +112,6 @@ def submit(
     return said("sbatch", "--parsable", told, *options, f"slurm/{script}.sbatch", *words, **env)
 
 
-def wait_until(run: Path, step: int) -> None:
-    wait_for(lambda: (run / "log.jsonl").exists() and len(steps_of(run)) >= step)
-
-
 def finish(*jobs: str) -> None:
     wait_for(lambda: not said("squeue", "-h", "-o", "%i", "-j", ",".join(jobs)))
 
@@ -137,7 +133,7 @@ def test_a_run_on_two_nodes_goes_on(slurm, tmp_path, how):
     run = tmp_path / "run"
     tasks = ("--ntasks-per-node=2",)
     job = submit("train", slurm, *words, f"--out_dir={run}", options=tasks, NPROC="1")
-    wait_until(run, 100)
+    wait_for(lambda: (run / "log.jsonl").exists() and len(steps_of(run)) >= 100)
     if how == "limit":
         said("scancel", "--batch", "--signal=USR1", job)
     else:

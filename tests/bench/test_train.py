@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import TINY, json_lines
-from torch.nn.parallel import DistributedDataParallel
 
 from bench import train, train_arms, train_profile
 from bench.train import AGAIN, TrainBenchConfig, all_arms, make_batches
@@ -228,13 +227,13 @@ def test_in_ddp_of_one_rank_a_step_is_the_same(name, upstream, monkeypatch):
     arm, batches = settle(parse_arms(name, config)[0], CPU), make_batches(config, CPU)
     step = build_step(arm, batches, CPU, upstream)
     alone = [step().item(), step().item()]
-    reduces, forward = [], DistributedDataParallel.forward
+    reduces, forward = [], torch.nn.parallel.DistributedDataParallel.forward
 
     def spy(model, *tensors):
         reduces.append(model.require_backward_grad_sync)
         return forward(model, *tensors)
 
-    monkeypatch.setattr(DistributedDataParallel, "forward", spy)
+    monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "forward", spy)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         step = build_step(arm, batches, CPU, upstream)

@@ -112,8 +112,10 @@ def test_detectable_effect_and_seeds_agree():
         assert found == pytest.approx(0.8, abs=0.012)
         sd = largest_sd(0.01, n, 0.05)
         assert power_of_tost(0.0, 0.01, sd, n, 0.05) == pytest.approx(0.8, abs=1e-6)
-        assert seeds_needed(0.0, 0.01, 0.9999 * sd, 0.05) == n
-        assert seeds_needed(effect * 1.0001, 0.0, 2.0, 0.01) == n
+        assert (
+            seeds_needed(0.0, 0.01, 0.9999 * sd, 0.05),
+            seeds_needed(effect * 1.0001, 0.0, 2.0, 0.01),
+        ) == (n, n)
     assert seeds_needed(0.001, 0.0, 1.0) is None and seeds_needed(0.0, 0.0, 1.0) is None
     assert seeds_needed(0.1, 0.0, 0.0) == 2
 
@@ -257,8 +259,7 @@ def test_the_parts_of_a_verdict_agree():
         for verdict in decide([paired(row) for row in draws(seed, 4, 8) + shifts], 1.0, True):
             is_within, is_beyond = verdict.p_tost < ALPHA, verdict.p_beyond < ALPHA
             assert not (is_within and is_beyond)
-            assert is_within == (verdict.margin == WITHIN)
-            assert is_beyond == (verdict.margin == BEYOND)
+            assert (is_within, is_beyond) == (verdict.margin == WITHIN, verdict.margin == BEYOND)
             has_direction = verdict.direction != NO_DIFFERENCE
             assert has_direction or not is_beyond
             low, high = verdict.interval

@@ -11,7 +11,6 @@ import pytest
 import torch
 from decode_models import make, prompt
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from decode import step
 from decode.arms import check_arm
@@ -44,7 +43,9 @@ class Recorder(TorchDispatchMode):
     def replay(self):
         for operation, args, kwargs, results in self.calls:
             for old, new in zip(
-                tree_leaves(results), tree_leaves(operation(*args, **kwargs)), strict=True
+                torch.utils._pytree.tree_leaves(results),
+                torch.utils._pytree.tree_leaves(operation(*args, **kwargs)),
+                strict=True,
             ):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)

@@ -8,7 +8,6 @@ in results/fold/.
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 pytest.importorskip("transformers")
 
@@ -46,7 +45,7 @@ def test_architecture(name, monkeypatch):
     model, inputs = build(name)
     model, inputs = (
         model.float(),
-        tree_map(
+        torch.utils._pytree.tree_map(
             lambda x: x.float() if torch.is_tensor(x) and x.is_floating_point() else x, inputs
         ),
     )

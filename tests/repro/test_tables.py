@@ -19,7 +19,6 @@ import small_rms
 import torch
 from fold_nets import C, net
 from helpers import ROOT, draw
-from torch.nn.functional import cross_entropy, kl_div
 
 pytest.importorskip("transformers")
 
@@ -198,10 +197,16 @@ def test_a_seed_is_judged_beside_the_others(tmp_path):
             # The teacher is that of the same seed. Its KL has no first place.
             model, teacher = models[run, seed], models["teacher", seed]
             logits, taught = (m.logits(m.hidden(idx)) for m in (model, teacher))
-            expected = cross_entropy(logits[:, :-1].transpose(1, 2), idx[:, 1:], reduction="none")
+            expected = torch.nn.functional.cross_entropy(
+                logits[:, :-1].transpose(1, 2), idx[:, 1:], reduction="none"
+            )
             assert row["losses"] == pytest.approx(expected.mean(1).tolist(), abs=1e-5)
             log_q, log_p = (x[:, 1:].log_softmax(-1) for x in (logits, taught))
-            kl = kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean(1)
+            kl = (
+                torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True)
+                .sum(-1)
+                .mean(1)
+            )
             assert row["kls"] == pytest.approx(kl.tolist(), abs=1e-5)
     # Another text, though with as many windows; other settings.
     write_documents(tmp_path / "other.jsonl", 3, seed=3)
