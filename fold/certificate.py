@@ -436,7 +436,7 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
     # less: an example of (1, 1, T, C) may hide what happens to (T, C). In front: an example without
     # a batch, as convolutions take it, may hide what happens to a batch.
     deeper = tensors
-    for n in (1, 2):
+    for n in (1, 2, 3):
         deeper = {i: _deeper(x) for i, x in deeper.items()}
         yield [changed(deeper)]
         yield [changed({i: x[(0,) * n] for i, x in tensors.items() if x.dim() >= n})]

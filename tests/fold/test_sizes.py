@@ -166,6 +166,12 @@ CASES = {
         [(2, 7, C)],
         0,
     ),
+    "a norm of pictures, whose channels are in front": (
+        front(with_norm(lambda m, x: axis_one(m, x) if x.dim() == 4 else m.norm(x))),
+        (C,),
+        [(2, C, 5, C), (5, C)],
+        0,
+    ),
     "a cumulative sum": (front(lambda h: h.cumsum(1), nn.LayerNorm(C)), (2, 3, C), [(3, C)], 0),
     "two axes that are not there": (
         front(lambda h: h.cumsum(1), lambda h: h.squeeze(), nn.LayerNorm(C)),
