@@ -4,6 +4,8 @@ import gc
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from helpers import Job, write_tiny_shards  # before any module of ours: it prepares Triton
 
 
@@ -16,6 +18,18 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # or extension modules report leaks at the end
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone.
+
+    It outlives the models of a test: freed with one, it may wait for ever for its threads.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

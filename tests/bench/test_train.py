@@ -11,7 +11,6 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import TINY, json_lines
 
 from bench import train, train_arms, train_profile
@@ -221,7 +220,7 @@ def test_nanogpts_step_is_a_mean_over_micro_batches(upstream):
 
 
 @pytest.mark.parametrize("name", ["rms", "nanogpt"])
-def test_in_ddp_of_one_rank_a_step_is_the_same(name, upstream, monkeypatch):
+def test_in_ddp_of_one_rank_a_step_is_the_same(name, upstream, monkeypatch, request):
     """And gradients are reduced after the last micro-batch alone."""
     config = config_of("--merge_micro_batches=1", "--gradient_accumulation_steps=3")
     arm, batches = settle(parse_arms(name, config)[0], CPU), make_batches(config, CPU)
@@ -234,12 +233,9 @@ def test_in_ddp_of_one_rank_a_step_is_the_same(name, upstream, monkeypatch):
         return forward(model, *tensors)
 
     monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "forward", spy)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        step = build_step(arm, batches, CPU, upstream)
-        assert [step().item(), step().item()] == alone
-    finally:
-        dist.destroy_process_group()
+    request.getfixturevalue("one_rank")
+    step = build_step(arm, batches, CPU, upstream)
+    assert [step().item(), step().item()] == alone
     assert reduces == 2 * [False, False, True]
 
 

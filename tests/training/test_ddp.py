@@ -5,19 +5,9 @@ python -m pytest tests/training/test_ddp.py
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from common import distributed
 from model import GPT, GPTConfig
-
-
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(("bucket", "graphs"), [(distributed.BUCKET, 2), (25, 3)])
