@@ -83,6 +83,7 @@ TINY = (
     "--n_layer=2",
     "--n_head=2",
     "--n_embd=32",
+    "--init_std=0.02",
     "--block_size=16",
     "--batch_size=2",
     "--eval_tokens=512",
