@@ -55,12 +55,21 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in `dtype`; x itself where it has that type already.
+
+    Not x.to, in what a torch.autograd.Function calls: of its own type that returns an alias, and
+    dynamo of torch 2.11 then loses gradients in silence (pytorch/pytorch#180642).
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def inverse_rms(x: Tensor, eps: float, groups: int = 1, counted: int | None = None) -> Tensor:
     """Compute 1 / sqrt(mean(x^2) + eps) for each row and group: (..., C) -> (..., groups).
 
     The mean is over the first `counted` channels of each group (None: all of them).
     """
-    x = x.to(statistics_dtype(x))
+    x = cast(x, statistics_dtype(x))
     if groups > 1:
         x = x.unflatten(-1, (groups, -1))  # (..., C) -> (..., G, C / G)
     mean_square = x[..., :counted].square().mean(-1, keepdim=groups == 1)  # (..., G)
@@ -73,7 +82,7 @@ def scale_groups(x: Tensor, scale: Tensor) -> Tensor:
     The result (..., C) has the type of `scale`.
     """
     groups = scale.shape[-1]
-    x = x.to(scale.dtype)
+    x = cast(x, scale.dtype)
     if groups == 1:
         return x * scale
     x = x.unflatten(-1, (groups, -1))  # (..., C) -> (..., G, C / G)
@@ -86,7 +95,7 @@ def affine(y: Tensor, w: Tensor | None, b: Tensor | None, dtype: torch.dtype) ->
         y = y * w
     if b is not None:
         y = y + b
-    return y.to(dtype)
+    return cast(y, dtype)
 
 
 def _sum_rows(terms: Tensor, parameter: Tensor | None, wanted: bool) -> Tensor | None:
@@ -142,14 +151,6 @@ def layer_norm(
 # ---------------------------------------------------------------------- output norm + add + norm
 
 
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to `dtype`; a cast to its own type is left out, for it would return an alias.
-
-    SharedRMSScale says why a torch.autograd.Function may not return one.
-    """
-    return x if x.dtype == dtype else x.to(dtype)
-
-
 class AddNormed(torch.autograd.Function):
     """Compute h = x + N_out(a), rounded once, and with an `eps` y = N_in(h) too, both RMSNorms.
 
@@ -180,14 +181,14 @@ class AddNormed(torch.autograd.Function):
         eps: float | None,
     ) -> tuple[Tensor, ...]:
         wide = statistics_dtype(x)
-        a = a.to(wide)
+        a = cast(a, wide)
         inv_out = inverse_rms(a, eps_out)
-        h = _rounded(x + affine(a * inv_out, w_out, None, wide), x.dtype)
+        h = cast(x + affine(a * inv_out, w_out, None, wide), x.dtype)
         if eps is None:
             return h, inv_out
         inv_rms = inverse_rms(h, eps)
         y = affine(scale_groups(h, inv_rms), w_in, None, inv_rms.dtype)
-        return h, inv_out, _rounded(y, x.dtype), inv_rms
+        return h, inv_out, cast(y, x.dtype), inv_rms
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -215,20 +216,20 @@ class AddNormed(torch.autograd.Function):
         if torch.is_grad_enabled():
             # A tensor that is kept is a constant in a second derivative, unless it is an input or a
             # differentiable output.
-            inv_out = inverse_rms(a.to(wide), ctx.eps_out)
+            inv_out = inverse_rms(a, ctx.eps_out)
         dx = dh
         dw_in = None
         if kept:
             h, w_in, inv_rms = kept
             dy, ds = of_normed
-            scaled = dy.to(wide) * inv_rms
+            scaled = cast(dy, wide) * inv_rms
             dw_in = _sum_rows(scaled * h, w_in, gains)
             dx = _through_norm(affine(scaled, w_in, None, wide), h, inv_rms, ds)
-            dx = (dx + dh).to(h.dtype)
-        scaled = dx.to(wide) * inv_out  # the gradient of h is that of N_out(a)
+            dx = cast(dx + dh, h.dtype)
+        scaled = cast(dx, wide) * inv_out  # the gradient of h is that of N_out(a)
         dw_out = _sum_rows(scaled * a, w_out, gains)
-        da = _through_norm(affine(scaled, w_out, None, wide), a, inv_out, None).to(a.dtype)
-        return dx, da, dw_out, dw_in, None, None
+        da = _through_norm(affine(scaled, w_out, None, wide), a, inv_out, None)
+        return dx, cast(da, a.dtype), dw_out, dw_in, None, None
 
 
 def _through_norm(q: Tensor, x: Tensor, inv_rms: Tensor, ds: Tensor | None) -> Tensor:
@@ -236,7 +237,7 @@ def _through_norm(q: Tensor, x: Tensor, inv_rms: Tensor, ds: Tensor | None) -> T
 
     It is the gradient of RMSNorm's input x, given q = dy w s.
     """
-    x = x.to(q.dtype)
+    x = cast(x, q.dtype)
     dot = (q * x).sum(-1, keepdim=True)
     if ds is not None:
         dot = dot + inv_rms * ds
