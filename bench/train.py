@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.train_arms import NANOGPT, Batch, TrainArm, build_step, parse_arms, settle
+from bench.train_arms import NANOGPT, Batch, Step, TrainArm, build_step, parse_arms, settle
 from bench.train_profile import by_class, profile_step, profile_table
 from common.distributed import Ranks
 from common.environment import faster_float32_products, peak_flops, timing_environment
@@ -106,8 +106,8 @@ def make_batches(config: TrainConfig, device: torch.device) -> list[Batch]:
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
 
 
-def measure(config: TrainBenchConfig, device: torch.device) -> list[Record]:
-    """Prepare and time all arms; return a record for each.
+def measure(config: TrainBenchConfig, device: torch.device) -> tuple[list[Record], dict[str, Step]]:
+    """Prepare and time all arms; return a record for each, and their steps by name.
 
     Each is built, compiled and warmed up in turn. Other arms keep their weights in memory; they do
     not count for its peak.
@@ -149,9 +149,7 @@ def measure(config: TrainBenchConfig, device: torch.device) -> list[Record]:
         record["speed_over"] = {
             base: paired_ratio(times[base], own) for base in bases if base != record["arm"]
         }
-        if config.profile:
-            record["kernels"] = profile_step(steps[record["arm"]], device)
-    return records
+    return records, steps
 
 
 # ------------------------------------------------------------------------------------------ results
@@ -197,12 +195,25 @@ def report(config: TrainBenchConfig, place: Record, records: list[Record]) -> st
         table(records),
         "",
     ]
-    if config.profile:
-        profiles = {
-            row["arm"]: by_class(row["kernels"], 1e6 * median(row["seconds"])) for row in records
-        }
+    profiles = {
+        row["arm"]: by_class(row["kernels"], 1e6 * median(row["seconds"]))
+        for row in records
+        if "kernels" in row
+    }
+    if profiles:
         lines += [profile_table(profiles), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def save(config: TrainBenchConfig, place: Record, records: list[Record]) -> None:
+    """Print the report, and write what `out` asks for."""
+    text = report(config, place, records)
+    print(text, flush=True)
+    if config.out:
+        settings = dataclasses.asdict(config)
+        del settings["nanogpt"], settings["out"]  # paths of this machine
+        lines = [row | {"config": settings, **place} for row in records]
+        write_results(Path(config.out), "steps", lines, "README.md", text)
 
 
 def main(argv: list[str]) -> None:
@@ -215,14 +226,12 @@ def main(argv: list[str]) -> None:
     if ranks.device.type == "cpu":
         faster_float32_products(config.n_embd, config.head_channels)
     place = timing_environment(ranks.device)
-    records = measure(config, ranks.device)
-    text = report(config, place, records)
-    print(text)
-    if config.out:
-        settings = dataclasses.asdict(config)
-        del settings["nanogpt"], settings["out"]  # paths of this machine
-        lines = [row | {"config": settings, **place} for row in records]
-        write_results(Path(config.out), "steps", lines, "README.md", text)
+    records, steps = measure(config, ranks.device)
+    save(config, place, records)  # before the profiler, which takes minutes on a GPU
+    if config.profile:
+        for record in records:
+            record["kernels"] = profile_step(steps[record["arm"]], ranks.device)
+        save(config, place, records)
     shown = ("tokens_per_s", "mfu", "peak_memory", "speed_over")
     print(json.dumps([{name: row[name] for name in ("arm", *AUTO, *shown)} for row in records]))
 

@@ -46,7 +46,7 @@ def pack(losses: Tensor, stops: bool, ranks: Ranks) -> Tensor:
     packed = torch.zeros(HEAD + ranks.world_size, dtype=losses.dtype, device=ranks.device)
     # so that the sum over ranks is their mean
     packed[:2] = losses / ranks.world_size
-    packed[2] = float(stops)
+    packed[2].fill_(stops)  # an assignment would make the host wait for the GPU
     # In a place of its own, so that the sum still tells which rank it was.
     packed[HEAD + ranks.rank] = ~torch.isfinite(losses.sum())
     return packed

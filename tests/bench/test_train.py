@@ -309,8 +309,8 @@ def test_the_profile_says_where_an_arms_time_goes():
     config = config_of(
         "--n_layer=1", "--arms=rms; coupled", "--rounds=2", "--controls=False", "--profile"
     )
-    records = train.measure(config, torch.device("cpu"))
-    kernels = {row["arm"]: row["kernels"] for row in records if "kernels" in row}
+    _, steps = train.measure(config, CPU)
+    kernels = {arm: train_profile.profile_step(step, CPU) for arm, step in steps.items()}
     assert set(kernels) == {"rms", "coupled", f"rms{AGAIN}"}
     for found in kernels.values():
         parts = train_profile.by_class(found, 1e6)
