@@ -128,6 +128,11 @@ class GPTConfig(NormConfig):
                 f"n_embd={self.n_embd}, n_head={self.n_head}, n_kv_head={self.n_kv_head}: each "
                 "must be a multiple of the next, but n_embd with a head_dim"
             )
+        if self.position == "rope" and self.head_channels % 2:
+            raise ConfigError(
+                f"position=rope turns pairs of channels, and a head has {self.head_channels}: "
+                "change head_dim, or n_embd and n_head"
+            )
         names = ROPE_SCALINGS[self.rope_scaling_kind]
         is_default = not self.rope_scaling and self.rope_scaling_kind == "llama3"
         if len(self.rope_scaling) != len(names) and not is_default:
@@ -476,8 +481,9 @@ class Block(nn.Module):
 class FoldedBlock(Block):
     """A coupled block that applies norm2's scale after the MLP's first matmul, not before it.
 
-    norm2 shares the statistic of norm1. So its scale s of a token is known before the matmul, and
-    it is a constant in backward. Section 4.3 of Loretz & Hochreiter 2026, here in training:
+    norm2 has a statistic that was computed before it. So its scale s of a token is known before the
+    matmul, and it is a constant in backward. Section 4.3 of Loretz & Hochreiter 2026, here in
+    training:
 
         W (x s gain) + b = s (W diag(gain)) x + b
 
@@ -600,7 +606,7 @@ class GPT(nn.Module):
         """Fill linears and embeddings.
 
         Each tensor has its own random stream, named by (seed, tensor's name). So models that differ
-        in their norms begin with identical other weights.
+        in their norms begin with the same draws elsewhere; a recipe multiplies them.
         """
         config = self.config
         residual_std = config.initial_std / math.sqrt(2 * config.n_layer)

@@ -239,7 +239,7 @@ class SharedRMSNorm(Norm):
         alpha: typical RMS(h) / RMS at the position that computed the statistic.
         detach: this position sends no gradient into the statistic (section 4.3: "a scalar
             constant"): backward needs no reduction over channels. The norm that computed it keeps
-            its own gradient: inv_rms stays attached to the graph (kernels/reference.py).
+            its own gradient. The cut is in SharedRMSScale.backward (kernels/reference.py).
         calibrated: alpha is a buffer, which `calibrate` sets to the measured drift.
     """
 

@@ -12,7 +12,7 @@
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \\
       train.py config/coupled.py
 
-A run writes config.json, log.jsonl, ckpt_last.pt (at each evaluation, or checkpoint_interval),
+A run writes config.json, log.jsonl, ckpt_last.pt (at each evaluation and checkpoint_interval),
 ckpt_best.pt and samples.txt into out_dir. The same command resumes it. SIGTERM, Ctrl-C and a closed
 terminal finish the step, save a checkpoint, and exit with 0.
 

@@ -358,6 +358,7 @@ def test_flops_per_token(keys, weights, attention):
     [
         ({"n_embd": 30, "n_head": 4}, ["n_embd=30", "n_head=4"]),
         ({"n_head": 4, "n_kv_head": 3}, ["n_head=4", "n_kv_head=3"]),
+        ({"position": "rope", "head_dim": 5}, ["position=rope", "head_dim"]),
         ({"rope_scaling": (8.0, 1.0, 4.0)}, ["rope_scaling"]),
         ({"vocab_size": 30, "n_vocab": 31}, ["vocab_size=30", "n_vocab=31"]),
         ({"dropout": float("nan")}, ["dropout=nan"]),

@@ -59,7 +59,9 @@ def test_cbwc_trains_as_layer_and_rms_does_not(train_ok, tiny_data, tmp_path, bi
     ("norm_type", "ranks", "dtype"),
     [("coupled", 1, "bfloat16"), ("taper", 2, "float32")],
 )
-def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, ranks, dtype):
+def test_resume_is_bit_exact(
+    launch, train_ok, train_fails, tiny_data, tmp_path, norm_type, ranks, dtype
+):
     """40 steps in one go; and with SIGTERM, resume, SIGKILL, resume from an earlier checkpoint.
 
     Both signals fall into the taper's decay. All norm types: tests/test_layouts_train.py.
@@ -78,6 +80,7 @@ def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, r
     end = records(broken)[-1]
     assert end["event"] == "end" and "SIGTERM" in end["reason"] and 12 <= end["step"] < 25
     stopped = losses(broken)
+    assert "give more steps" in train_fails(*words, "--max_iters=12", code=2, ranks=ranks)
 
     job = launch(*words, ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
     job.signal_at(broken, 25, signal.SIGKILL)
@@ -326,7 +329,7 @@ def test_resume_from_a_path(train_ok, train_fails, tiny_data, tmp_path):
     train_ok(*words)
     assert records(tmp_path / "b")[0]["event"] == "start"
     assert sorted(losses(tmp_path / "b")) == list(range(21, 41))
-    assert "holds another run" in train_fails(*words, "--max_iters=60")
+    assert "--resume=auto continues" in train_fails(*words, "--max_iters=60")
 
 
 def test_resume_takes_new_settings_and_refuses_a_taper_backwards(

@@ -283,10 +283,15 @@ def find_checkpoint(
 def _checkpoint_at(path: Path, out_dir: Path) -> FoundCheckpoint:
     """Read the checkpoint `path`, unless `out_dir` holds another run."""
     # Not Path.resolve, which raises RuntimeError where links form a loop.
-    is_elsewhere = os.path.dirname(os.path.realpath(path)) != os.path.realpath(out_dir)
+    folder, name = os.path.split(os.path.realpath(path))
+    is_elsewhere = folder != os.path.realpath(out_dir)
     if (out_dir / "log.jsonl").exists() and is_elsewhere:
-        raise CheckpointError(f"{out_dir} holds another run than {path}: choose another out_dir")
-    return FoundCheckpoint(read_checkpoint(path), path, "")
+        raise CheckpointError(
+            f"{out_dir} holds a run already, and {path} is not of it: --resume=auto continues "
+            "that run; or choose another out_dir"
+        )
+    # However it was spelt: who writes into out_dir must know it as its own.
+    return FoundCheckpoint(read_checkpoint(path), path if is_elsewhere else out_dir / name, "")
 
 
 def restore(path: Path, saved: dict[str, Any], config: GPTConfig, model: nn.Module) -> None:

@@ -55,7 +55,9 @@ class RunKeys:
     max_iters: int = key(20345, "optimiser steps", least=1)
     eval_interval: int = key(250, "steps between evaluations", least=1)
     log_interval: int = key(10, "steps between log lines", least=1)
-    checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)", least=0)
+    checkpoint_interval: int = key(
+        0, "steps between checkpoints beside those of evaluations (0: none)", least=0
+    )
     tracker: str = key("off", "log to an experiment tracker too", TRACKERS)
     tracker_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
 
@@ -173,6 +175,12 @@ class RunFolder:
         found = self.found
         if found is None or found.state["step"] < max_iters:
             return None
+        then = found.state["config"].get("max_iters", max_iters)
+        if found.state["step"] < then:  # no evaluation at the end would ever be made
+            raise ConfigError(
+                f"{found.path} is at step {found.state['step']} of {then}, and "
+                f"max_iters={max_iters}: give more steps than it has"
+            )
         log = self.path / "log.jsonl"
         end = {}
         if found.path.parent == self.path and log.exists():
@@ -219,8 +227,11 @@ class RunFolder:
         """
         ranks = self.ranks
         ranks.check_same(data, "ranks see different data: copy the same to each machine")
-        place = {"data": data, "world_size": ranks.world_size}
-        self.provenance = place | environment(ranks.device)
+        self.provenance = {
+            "data": data,
+            "world_size": ranks.world_size,
+            **environment(ranks.device),
+        }
         found = self.found
         if found is None:
             return
@@ -253,8 +264,9 @@ class RunFolder:
         if self.found is not None:
             resume_step = self.found.state["step"]
             if self.found.path.parent == self.path:
-                interval = config.log_interval
-                logged_until = max(min(1, resume_step), resume_step // interval * interval)
+                logged_until = max(
+                    min(1, resume_step), resume_step - resume_step % config.log_interval
+                )
         path = self.path / config_file
         keys = asdict(config)
         if config_file:

@@ -288,7 +288,8 @@ def test_find_checkpoint(state, tmp_path):
     assert find_checkpoint(tmp_path, "auto") is None and find_checkpoint(tmp_path, "never") is None
     save_checkpoint(last, state)
     save_checkpoint(best, state | {"step": 5})
-    for resume, step, path in (("auto", 2, last), (str(best), 5, best)):
+    detour = f"{tmp_path}/../{tmp_path.name}/{BEST}"
+    for resume, step, path in (("auto", 2, last), (str(best), 5, best), (detour, 5, best)):
         found = find_checkpoint(tmp_path, resume)
         assert (found.state["step"], found.path, found.problem) == (step, path, "")
     # torn: the best one, and it says so
