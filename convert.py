@@ -390,8 +390,12 @@ def convert_ours(spec: str, config: ConvertConfig) -> tuple[Certificate, list[st
     after, certificate = convert(load_model(spec), config)
     lines = left_lines(certificate)
     if config.to == "coupled" and SHARED in after.plan.letters:
-        alpha = np.unique(np.atleast_1d(after.config.coupled_alpha))
-        lines.append(f"norm plan {after.plan}, alpha {', '.join(f'{a:.4g}' for a in alpha)}")
+        is_shared = np.array([*after.plan.letters]) == SHARED
+        alpha = np.broadcast_to(after.config.coupled_alpha, is_shared.shape)[is_shared]
+        lines.append(
+            f"norm plan {after.plan}, alpha of each {SHARED} in turn: "
+            f"{', '.join(f'{a:.4g}' for a in alpha)}"
+        )
     if config.out:
         wrote = f"wrote {config.out}"
         told = f"{certificate.to_json()}\n".encode()

@@ -150,8 +150,7 @@ def train(model: NormMLP, config: CbwcConfig, seed: int, optimizer: str = "sgd")
     for _ in range(config.epochs):
         losses = []
         for batch in torch.randperm(config.images, generator=order).split(256):
-            logits = model(images[batch])
-            losses.append(take_step(model, update, logits, targets[batch]))
+            losses.append(take_step(model, update, model(images[batch]), targets[batch]))
         yield float(np.mean(losses))
 
 

@@ -285,10 +285,12 @@ def test_what_is_written_is_the_converted_model(to, source, words, saved, tmp_pa
 def test_text_calibrates_and_judges(saved, tmp_path, capsys):
     path, text = saved(norm_type="rms"), tmp_path / "text.txt"
     text.write_text("0123456789:;<=>?@ABCDEFGHIJKLMNO" * 20)
-    words = ["--norm_plan=RR Rs Rs R", "--json"]
+    words = ["--norm_plan=RR Rs Rs R", "--json", f"--out={tmp_path / 'coupled'}"]
     convert.main([str(path), "--to=coupled", "--inexact", f"--text={text}", *words])
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1])["kl"] > 0 and "KL" in printed
+    alpha = torch.tensor(load_model(str(tmp_path / "coupled")).config.coupled_alpha).expand(7)
+    assert f"alpha of each s in turn: {alpha[3]:.4g}, {alpha[5]:.4g}\n" in printed
 
 
 @pytest.mark.parametrize(
