@@ -382,6 +382,7 @@ def export(model: GPT, out: str, certificate: bytes) -> str:
     return (
         f"wrote {folder} ({written['architectures'][0]}); import transformers; "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(folder.resolve())!r}{trust})"
+        + ("; AutoTokenizer needs trust_remote_code=True too" if trust else "")
     )
 
 

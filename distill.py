@@ -295,15 +295,19 @@ class Distillation(Objective):
         student = student.cpu()
         folder = loop.folder.path
         write_model(student, folder, loop.step, "the run is saved")
-        is_wanted = self.config.export
-        if is_wanted is None:
-            is_wanted = student.meta.get("tokenizer") == "hf"
+        is_of_hf = student.meta.get("tokenizer") == "hf"
+        is_wanted = is_of_hf if self.config.export is None else self.config.export
         if is_wanted:
             new = folder / "hf.new"
             shutil.rmtree(new, ignore_errors=True)  # of a run that was killed below
             weights.export_hf(student, new)
             shutil.rmtree(folder / "hf", ignore_errors=True)
             new.rename(folder / "hf")
+        loop.log.say(
+            f"wrote {folder}"
+            + (f", and {folder / 'hf'} for transformers" if is_wanted else "")
+            + f"; its gains hold alpha, of each norm {', '.join(f'{a:.4g}' for a in self.alpha)}"
+        )
         summary = {
             **found,
             "norm_plan": self.plan,

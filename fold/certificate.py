@@ -174,15 +174,15 @@ def certify(
         own = _check("given", "given", before, run(after, inputs, widen=False))
         checks.append(replace(own, tolerance=tolerance))
     reasons = [
-        f"off by {check.max_rel:.1e} with {check.weights} weights on {check.inputs} inputs in "
-        f"{check.dtype}, {check.tolerance:.0e} is allowed"
+        f"off by a relative {check.max_rel:.1e} with {check.weights} weights on {check.inputs} "
+        f"inputs in {check.dtype}, {check.tolerance:.0e} is allowed"
         for check in dict.fromkeys((worst, checks[-1]))
         if not check.max_rel <= check.tolerance
     ]
     certificate = Certificate(
         what=what,
         ok=not reasons,
-        max_abs=worst.max_abs,
+        max_abs=max(check.max_abs for check in checks if check.dtype == worst.dtype),
         max_rel=worst.max_rel,
         checks=checks,
         parameters=touched(model, after),

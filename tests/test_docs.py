@@ -126,7 +126,7 @@ python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
 python data/prepare.py mine.txt --tokenizer=gpt2 --out_dir=data/mine
 python train.py --init_from=gpt2 --data_dir=data/mine --out_dir=out/tuned --dropout=0.1 \
   --max_iters=200 --warmup_iters=20 --learning_rate=6e-5 --min_lr=6e-6 --batch_size=4 \
-  --gradient_accumulation_steps=8 --eval_interval=50 --eval_tokens=65536
+  --gradient_accumulation_steps=8 --eval_interval=50 --eval_tokens=32768
 python convert.py out/tuned --to=hf --out=out/tuned-hf
 python hellaswag.py out/distill
 python convert.py Qwen/Qwen3-0.6B --to=weightless --out=out/qwen3
