@@ -5,7 +5,7 @@
     python hellaswag.py openai-community/gpt2 --data=hellaswag_val.jsonl.xz
     torchrun --standalone --nproc_per_node=8 hellaswag.py out/gpt2
 
-Writes one line of JSON per item (choices, label), but not with --items. With --json the last line of
+Writes one line of JSON per item (choices, label), not with --items. With --json the last line of
 output is JSON. Of a run folder the best checkpoint is scored, whereas training scores its last
 weights. GPT-2 124M, raw items: acc 0.286, acc_norm 0.296.
 """
