@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every figure that wants a GPU, one command each; what is done is skipped. None has run yet.
+# Every figure that wants a GPU, one command each; what is done is skipped. Their programs ran on an
+# H200 (results/h200), this script has not yet.
 #
 #   repro/gpu.sh                         the names of the stages
 #   repro/gpu.sh first                   ten minutes: what a new GPU should tell first
@@ -64,8 +65,9 @@ first_minutes() {
   stage first-attention "$PYTHON" -m bench.train config/rms.py --n_layer=2 --n_kv_head=4 \
     --window=256 --local_blocks=lg --batch_size=8 --gradient_accumulation_steps=1 --compile=False \
     --arms=rms --controls=False --profile --rounds=2 "--out=$out/first-attention"
-  stage first-tests env OMP_NUM_THREADS=1 "$PYTHON" -m pytest -p no:cacheprovider -x \
-    tests/kernels/test_binding.py tests/decode/test_graph.py
+  # side by side: each case of the second file compiles a step
+  stage first-tests "${pytest[@]}" -x -n "$jobs" tests/kernels/test_binding.py \
+    tests/decode/test_graph.py
   stage first-sync first_sync
   stage first-kernels "$PYTHON" -m bench.kernels --channels=768,2048 --rounds=10 \
     --ops=rms_norm,taper_norm,norm_add_norm,scaled_gelu "--out=$out/first-kernels"
