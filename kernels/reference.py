@@ -259,15 +259,14 @@ class SharedRMSScale(torch.autograd.Function):
     the norms move 23.4 kB a token this way, and 27.9 kB by autograd; RMSNorm takes 26.5 kB
     (bench/bytes.py).
 
-    The result is rounded outside. A cast to the same type returns an alias, and dynamo of torch
-    2.11 loses the gradient of a Function that returns an alias (pytorch/pytorch#180642).
+    The result is rounded outside.
     """
 
     generate_vmap_rule = True  # for torch.func
 
     @staticmethod
     def forward(h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:
-        y = h.to(inv_rms.dtype) * inv_rms
+        y = cast(h, inv_rms.dtype) * inv_rms
         return y if w is None else y * w
 
     @staticmethod
@@ -280,8 +279,8 @@ class SharedRMSScale(torch.autograd.Function):
         # This is differentiable too, and in a second derivative the statistic is again a constant.
         q = dy * inv_rms.detach()
         dh = q if w is None else q * w
-        dw = _sum_rows(q * h.to(q.dtype), w, ctx.needs_input_grad[2])
-        return dh.to(h.dtype), None, dw  # None: here the shared statistic is detached
+        dw = _sum_rows(q * cast(h, q.dtype), w, ctx.needs_input_grad[2])
+        return cast(dh, h.dtype), None, dw  # None: here the shared statistic is detached
 
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:

@@ -507,7 +507,11 @@ def load_weights(
         if name in own and own[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here"
-                + (": tokenise the data with its tokenizer" if name == "wte.weight" else "")
+                + (
+                    ": tokenise the data with its tokenizer"
+                    if free and name == "wte.weight"
+                    else ""
+                )
             )
         if name in own and own[name].is_floating_point() != tensor.is_floating_point():
             raise CheckpointError(
