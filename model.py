@@ -634,9 +634,9 @@ class GPT(nn.Module):
     def pair_gains(self, seed: int) -> None:
         """Move the gains of each block by -a s before attention and by a s before the MLP.
 
-        a is plan.paired_gains, s (C,) random signs, as many of either kind (modded-nanogpt #300).
+        a is paired_gains, s (C,) random signs, as many of either kind (modded-nanogpt #300).
         """
-        size = self.plan.paired_gains
+        size = self.config.paired_gains
         if not size or self.wte.weight.is_meta:
             return
         for index, block in enumerate(self.blocks):

@@ -305,6 +305,10 @@ class NormPlan:
                 f"coupled_impl={config.coupled_impl} adds within the products, and norm_plan "
                 f"{self} has output norms between: use coupled_impl=scale"
             )
+        if config.paired_gains and (NONE in self.letters[:-1] or not config.has_gain):
+            raise ConfigError(
+                f"paired_gains needs two gains in each block, not {self}: leave it out"
+            )
         # Of initial_gain one for each letter of the plan may be given too.
         counts = {"coupled_alpha": (positions,), "initial_gain": (positions, 2 * positions)}
         for name, allowed in counts.items():
@@ -313,12 +317,6 @@ class NormPlan:
                 raise ConfigError(
                     f"{name} needs one number or {' or '.join(map(str, allowed))}: {values}"
                 )
-
-    @property
-    def paired_gains(self) -> float:
-        """The key paired_gains; 0 where a block lacks one of its two gains."""
-        has_pairs = self.config.has_gain and NONE not in self.letters[:-1]
-        return self.config.paired_gains if has_pairs else 0.0
 
     @property
     def adds_plainly(self) -> bool:
@@ -449,7 +447,7 @@ class NormPlan:
             (self.type.scales_by_depth, "gains of block l divided by sqrt(l)"),
             (config.norm_gain != "plain", f"gains {config.norm_gain}"),
             (at_start and config.initial_gain != 1, f"initial gains {config.initial_gain}"),
-            (at_start and self.paired_gains, f"gains in pairs, -+ {config.paired_gains:g}"),
+            (at_start and config.paired_gains, f"gains in pairs, -+ {config.paired_gains:g}"),
             (recipe.has_bias and not self.bias, "biases in norms"),
             (set(self.outputs) > {NONE}, f"eps {config.output_eps:g} in output norms"),
             (config.decays_gains, "weight decay on gains"),

@@ -120,8 +120,8 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
     keys = bias_keys(model, weights)
     if final is not None:
         fold_final_taper(model, final, weights)
-    plan = str(model.plan).replace("T", "I")
-    return rebuild(model, retype(config, "none", norm_plan=plan, **keys), weights)
+    keys |= {"norm_plan": str(model.plan).replace("T", "I"), "paired_gains": 0.0}
+    return rebuild(model, retype(config, "none", **keys), weights)
 
 
 def gain_folds(model: GPT, untie: bool = True) -> tuple[list[Fold], dict[str, str]]:

@@ -85,6 +85,8 @@ def test_plans_are_those_of_the_manual(norm_type):
         ("coupled", "", {"coupled_alpha": (1.0, 1.1)}, "coupled_alpha needs one number or 5"),
         ("coupled", "", {"coupled_alpha": (1.0, 1.0, 1.0, 1.0, -1.0)}, "coupled_alpha"),
         ("rms", "", {"initial_gain": (1.0,) * 4}, "initial_gain needs one number or 5 or 10"),
+        ("post", "", {"paired_gains": 0.1}, "needs two gains in each block, not IP PP"),
+        ("rms", "", {"paired_gains": 0.1, "norm_gain": "none"}, "paired_gains needs two gains"),
         ("taper", "", {"norm_gain": "one_plus"}, "norm_gain=one_plus"),
         ("taper", "", {"taper_end": 1.0}, "taper_end=1"),
         ("layer", "", {"norm_eps": float("nan")}, "norm_eps=nan"),

@@ -238,6 +238,7 @@ def test_training_hands_over_and_its_best_model_has_lost_its_norms(
     scripted = iter([2.0, 0.5, 0.9, 1.5, 1.3, 1.4])
     monkeypatch.setattr(train.Evaluator, "val_loss", lambda *words: next(scripted))
     words = (*TINY, "--norm_type=taper", "--taper_warmup=16", "--taper_end=24", "--eval_interval=8")
+    words += ("--paired_gains=0.1",)  # a key that the folded model must not have
     move, moments = train.NextToken.prepare, []
 
     def watched(self, loop):
