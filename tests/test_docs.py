@@ -193,6 +193,9 @@ repro/posthoc.sh FOLDER
 repro/init_std.sh
 repro/muon_rate.sh curve
 repro/rivals.sh W
+repro/layer_coupled.sh CODE
+repro/bfloat16.sh ../nanoGPT
+repro/taper_finetune.sh cbwc
 repro/span.sh
 repro/table1.sh cpu
 repro/taper.sh
