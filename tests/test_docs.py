@@ -194,7 +194,7 @@ repro/init_std.sh
 repro/muon_rate.sh curve
 repro/rivals.sh W
 repro/layer_coupled.sh CODE
-repro/bfloat16.sh ../nanoGPT
+repro/bfloat16.sh nanoGPT
 repro/taper_finetune.sh cbwc
 repro/span.sh
 repro/table1.sh cpu
