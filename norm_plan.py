@@ -449,7 +449,7 @@ class NormPlan:
             (at_start and config.initial_gain != 1, f"initial gains {config.initial_gain}"),
             (at_start and config.paired_gains, f"gains in pairs, -+ {config.paired_gains:g}"),
             (recipe.has_bias and not self.bias, "biases in norms"),
-            (set(self.outputs) > {NONE}, f"eps {config.output_eps:g} in output norms"),
+            (set(self.outputs) != {NONE}, f"eps {config.output_eps:g} in output norms"),
             (config.decays_gains, "weight decay on gains"),
             (config.taper_final and not config.taper_anchor, "logits may grow: no taper_anchor"),
             (recipe.learned_scale, f"embeddings times a learned {math.sqrt(self.channels):.4g}"),

@@ -29,10 +29,7 @@ COLUMNS = {
 def runs(archive: str) -> list[dict]:
     """Return settings, folder's name and final loss of the runs of an archive."""
     found = []
-    path = RESULTS / f"{archive}.tar.xz"
-    if not path.exists():
-        return found
-    with tarfile.open(path) as file:
+    with tarfile.open(RESULTS / f"{archive}.tar.xz") as file:
         for member in file:
             if member.name.endswith("/log.jsonl"):
                 events = [json.loads(line) for line in file.extractfile(member)]
@@ -107,17 +104,14 @@ def rows() -> dict[tuple[str, str], list[str]]:
         for archive, tests in archives.items():
             for arm in PLAN["arms"]:
                 values = paired(archive, arm, seeds)
-                if arm == "rms" or not len(values):
-                    continue
-                cells = [str(len(values)), "begun", ""]
-                if len(values) == len(seeds):
+                if arm != "rms" and len(values):
                     described = DescrStatsW(values)
                     low, high = described.tconfint_mean(0.05)
                     interval = f"{described.mean:+.4f} ({low:+.4f} to {high:+.4f})"
-                    cells[1:] = [interval, f"{np.std(values, ddof=1):.4f}"]
+                    cells = [str(len(values)), interval, f"{np.std(values, ddof=1):.4f}"]
+                    found[column, arm] = [*cells, "", "", "", "not judged"]
                     if tests:
                         families.setdefault(tests, {})[column, arm] = described
-                found[column, arm] = [*cells, "", "", "", "not judged"]
     for tests, its in families.items():
         units = {key: margin("W" if "wide" in key[0] else "D") for key in its}
         p = {key: described.ttest_mean(0)[1] for key, described in its.items()}

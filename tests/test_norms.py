@@ -15,7 +15,7 @@ from coupled_shape import IDX, TARGETS, gpt
 from helpers import close, draw, shake
 
 from common.errors import ConfigError
-from norm_plan import NORMS, NormConfig
+from norm_plan import NORMS, NormConfig, keys_of
 from norm_types import NORM_TYPES, NormType, uniform
 from norms import (
     CenteredLinear,
@@ -53,6 +53,14 @@ def test_a_group_has_its_own_mean_over_its_first_channels(groups, fraction, coun
     rms = (squares / counted + 0.01).sqrt()
     close(y, (parts / rms).flatten(-2) * norm.weight)
     close(inv_rms, 1 / rms.squeeze(-1))
+    # What is folded has one statistic over all channels.
+    assert (norm.folded_form() is None) == ((groups, fraction) != (1, 1.0))
+
+
+def test_a_small_weight_keeps_its_digits():
+    norm, other = RMSNorm(4, offset=1.0), RMSNorm(4, offset=1.0)
+    torch.nn.init.constant_(norm.weight, 1e-9)  # 1 + weight has seven digits of it
+    assert torch.equal(other.weight_for(norm), norm.weight)
 
 
 def mamba2_rms_norm_gated(x, z, weight, eps, group_size, norm_before_gate):
@@ -146,6 +154,7 @@ def test_a_key_of_another_norm_type_is_refused(norm_type, owner, name):
 
 def test_the_keys_of_the_norm_types_are_these():
     assert {name for row in NORM_TYPES.values() for name in row.keys} == NOT_THE_DEFAULT.keys()
+    assert "norm_recipe" in keys_of("dyt") and "norm_recipe" not in keys_of("rms")
 
 
 @pytest.mark.parametrize(

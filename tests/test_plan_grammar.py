@@ -48,9 +48,54 @@ def test_plans_parse_and_print(norm_type):
         assert sections_of(given) == sections_of(default) and given.notes() == default.notes()
 
 
-def test_a_middle_section_may_be_empty():
-    assert str(plan("rms", 1, "RR R||R")) == "RR R | II | R"
-    assert str(plan("rms", 1, "RR R | |")) == "RR R"
+@pytest.mark.parametrize(("given", "printed"), [("RR R||R", "RR R | II | R"), ("RR R | |", "RR R")])
+def test_a_middle_section_may_be_empty(given, printed):
+    assert str(plan("rms", 1, given)) == printed
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "keys", "notes"),
+    [
+        ("rms", {"paired_gains": 0.125}, ["gains in pairs, -+ 0.125"]),
+        ("layer", {"initial_gain": 2.0}, ["initial gains 2.0"]),
+        ("peri", {}, ["eps 1e-06 in output norms"]),
+        (
+            "olmo2",
+            {"qk_norm": "none"},
+            [
+                "eps 1e-06 in output norms",
+                "weight decay on gains",
+                "initial attn.proj 2 times the common",
+                "initial mlp.down 2 times the common",
+            ],
+        ),
+        ("olmo2", {"norm_recipe": "common", "qk_norm": "none"}, ["eps 1e-06 in output norms"]),
+        ("rms", {"qk_norm": "head"}, ["norms of queries and keys (head)"]),
+        ("post", {"norm_recipe": "common"}, ["RMSNorm at P and B, residual weights 1"]),
+        (
+            "mixln",
+            {"norm_recipe": "common"},
+            ["no block is Post-LN: give a larger mixln_share or more blocks"],
+        ),
+        (
+            "keel",
+            {"post_base": "layer", "norm_recipe": "common"},
+            ["LayerNorm at P and B, residual weights 1, 4"],
+        ),
+        ("lns", {"norm_recipe": "common"}, ["gains of block l divided by sqrt(l)"]),
+        ("rms", {"norm_gain": "one_plus"}, ["gains one_plus"]),
+        ("taper", {"taper_final": True}, ["logits may grow: no taper_anchor"]),
+        ("taper", {"taper_final": True, "taper_anchor": 0.1}, []),
+        ("gatednorm", {}, ["gates of rank 16 (start: half)"]),
+        (
+            "dyt",
+            {"norm_recipe": "common"},
+            ["alpha 0.5, 0.5, 0.5 in attention, MLP and final norm"],
+        ),
+    ],
+)
+def test_notes_tell_what_letters_do_not(norm_type, keys, notes):
+    assert plan(norm_type, 2, **keys).notes() == notes
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
