@@ -137,6 +137,7 @@ def test_help(program, capsys):
 @pytest.mark.parametrize(
     ("program", "words", "named"),
     [
+        ("train", f"--seed={2**32}", "seed"),
         ("sample", "", "name a model"),
         ("hellaswag", "", "name a model"),
         ("bench_decode", "random:gpt2 --arms=A,Z", "arms"),
