@@ -138,6 +138,13 @@ def test_help(program, capsys):
     ("program", "words", "named"),
     [
         ("train", f"--seed={2**32}", "seed"),
+        (
+            "train",
+            "--norm_type=taper --max_iters=40 --taper_warmup=30 --taper_end=0.5",
+            "of 40, after taper_end",
+        ),
+        ("train", "--norm_type=taper --max_iters=40 --taper_end=10", "of 40, after taper_end"),
+        ("sample", "out --dtype=float16 --compile=True", "compile"),
         ("sample", "", "name a model"),
         ("hellaswag", "", "name a model"),
         ("bench_decode", "random:gpt2 --arms=A,Z", "arms"),

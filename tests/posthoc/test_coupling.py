@@ -200,10 +200,11 @@ def test_what_shares_already_is_no_teacher():
 def test_windows_of_text(run_folder, tmp_path):
     meta = {"tokenizer": "bytes"}
     assert text_windows(str(run_folder / "text.txt"), meta, 24, 10).shape == (10, 24)
-    with pytest.raises(ConfigError, match="two windows"):
-        text_windows(str(run_folder / "text.txt"), meta, 4000, 10)
     rows = "".join(json.dumps({"text": chr(65 + i) * 480}) + "\n" for i in range(26))
     (tmp_path / "many.jsonl").write_text(rows)
+    assert text_windows(str(tmp_path / "many.jsonl"), meta, 13 * 480, 10).shape == (2, 13 * 480)
+    with pytest.raises(ConfigError, match="two windows"):
+        text_windows(str(tmp_path / "many.jsonl"), meta, 13 * 480 + 1, 10)
     first = text_windows(str(tmp_path / "many.jsonl"), meta, 24, 8)[:, 0].tolist()
     assert first == sorted(set(first)) and first[-1] - first[0] == 15
     # more of each, where there are few
