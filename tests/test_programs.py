@@ -138,6 +138,7 @@ def test_help(program, capsys):
     ("program", "words", "named"),
     [
         ("train", f"--seed={2**32}", "seed"),
+        ("train", "--vocab_size=1 --n_vocab=2", "vocab_size"),
         (
             "train",
             "--norm_type=taper --max_iters=40 --taper_warmup=30 --taper_end=0.5",
