@@ -108,8 +108,8 @@ def rows() -> dict[tuple[str, str], list[str]]:
                     described = DescrStatsW(values)
                     low, high = described.tconfint_mean(0.05)
                     interval = f"{described.mean:+.4f} ({low:+.4f} to {high:+.4f})"
-                    cells = [str(len(values)), interval, f"{np.std(values, ddof=1):.4f}"]
-                    found[column, arm] = [*cells, "", "", "", "not judged"]
+                    sd = f"{np.std(values, ddof=1):.4f}"
+                    found[column, arm] = [str(len(values)), interval, sd, "", "", "", "not judged"]
                     if tests:
                         families.setdefault(tests, {})[column, arm] = described
     for tests, its in families.items():

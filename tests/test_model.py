@@ -368,6 +368,7 @@ def test_flops_per_token(keys, weights, attention):
         ({"local_blocks": "lg"}, ["window=0", "local_blocks='lg'"]),
         ({"local_rope_theta": 10.0}, ["local_rope_theta=10.0"]),
         ({"rope_scaling_kind": "linear"}, ["rope_scaling=()", "linear needs factor"]),
+        ({"position": "rope", "block_size": 4 * 10**9}, ["block_size=4000000000", "GB of memory"]),
     ],
     ids=str,
 )
