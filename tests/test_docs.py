@@ -194,7 +194,7 @@ repro/init_std.sh
 repro/muon_rate.sh curve
 repro/rivals.sh W
 repro/layer_coupled.sh CODE
-repro/bfloat16.sh nanoGPT
+repro/bfloat16.sh ../nanoGPT
 repro/taper_finetune.sh cbwc
 repro/span.sh
 repro/table1.sh cpu
@@ -329,7 +329,7 @@ def check_script(program: str, environment: dict[str, str], words: list[str]) ->
             norm_type, *keys = shlex.split(arm)
             parse_args(TrainConfig, [*words, f"--norm_type={norm_type}", *keys])
     else:
-        assert all(re.search(rf"\b{word.strip('*-')}\b", source) for word in words)
+        assert all(re.search(rf"(?<!\w){re.escape(word.strip('*-'))}\b", source) for word in words)
 
 
 # --------------------------------------------------------------------------------------------- runs

@@ -65,7 +65,7 @@ def test_without_meta_the_tokens_are_gpt2s_and_the_start_says_so(train_ok, train
     assert "taken for GPT-2's" in job.text().partition("step 0")[0]
     np.full(99, 50257, np.uint16).tofile(data / "val.bin")
     told = train_fails(*TINY, f"--data_dir={data}", f"--out_dir={tmp_path / 'another'}")
-    assert "50257 is beyond the vocabulary" in told and not (tmp_path / "another").exists()
+    assert "50257 is beyond the vocabulary of 50257" in told and not (tmp_path / "another").exists()
 
 
 GOOD, HARM = meta_of(CHARS), Malice(Path("harm"))
