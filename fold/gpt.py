@@ -120,8 +120,8 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
     keys = bias_keys(model, weights)
     if final is not None:
         fold_final_taper(model, final, weights)
-    keys |= {"norm_plan": str(model.plan).replace("T", "I"), "paired_gains": 0.0}
-    return rebuild(model, retype(config, "none", **keys), weights)
+    plan = str(model.plan).replace("T", "I")
+    return rebuild(model, retype(config, "none", norm_plan=plan, **keys), weights)
 
 
 def gain_folds(model: GPT, untie: bool = True) -> tuple[list[Fold], dict[str, str]]:
@@ -346,7 +346,9 @@ def retype(config: GPTConfig, norm_type: str, **keys: object) -> GPTConfig:
         FoldError: values are normalised, which the new type does not do.
     """
     default = {field.name: field.default for field in fields(config)}
-    old = {name: default[name] for name in ("norm_plan", *NORM_TYPES[config.norm_type].keys)}
+    # Paired gains are gone too: a value at the start, which a type without gains refuses.
+    gone = ("norm_plan", "paired_gains", *NORM_TYPES[config.norm_type].keys)
+    old = {name: default[name] for name in gone}
     if config.has_v_norm and not NORM_TYPES[norm_type].v_norm:
         raise FoldError(
             f"norm_type={config.norm_type}: its values are normalised, and those of norm_type="
