@@ -6,8 +6,8 @@ of runs, kill them with real signals, and still be done in seconds.
 """
 
 import contextlib
+import functools
 import importlib
-import inspect
 import json
 import multiprocessing
 import os
@@ -17,8 +17,8 @@ import socket
 import subprocess
 import sys
 import time
+import typing
 import zlib
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,52 +31,24 @@ import torch
 # processor has them.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# Triton decides when it is imported: without a GPU its kernels run in the interpreter, on CPU
-# tensors.
-os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
 if find_spec("triton"):
-    from triton.language import bfloat16, float32
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
-
-    def cast_as_a_gpu(builder, source, target, cast=interpreter.InterpreterBuilder.cast_impl):
-        """Triton's interpreter truncates float32 to bfloat16; a GPU rounds to the nearest, ties to
-        even, as PyTorch.
-        """
-        if (source.dtype.scalar, target.scalar) != (float32, bfloat16):
-            return cast(builder, source, target)
-        rounded = torch.from_numpy(np.array(source.data)).bfloat16().view(torch.uint16).numpy()
-        return interpreter.TensorHandle(rounded, bfloat16)
-
-    interpreter.InterpreterBuilder.cast_impl = cast_as_a_gpu
-
-    def patch_builtins(package, builder, scope, found={}):  # noqa: B006
-        """As Triton does before each call of a kernel or helper, but it looks for what to patch
-        only once.
-        """
-        if package not in found:
-            found[package] = [pair for pair in inspect.getmembers(package) if is_builtin(pair[1])]
-        for name, member in found[package]:
-            if getattr(package, name) is member:  # else a kernel that is running has patched it
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch_builtins
-
-    if version("triton").startswith("3.6"):  # its interpreter does not count with numpy 2.4
-
-        def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
-            patch(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-        interpreter._patch_lang_tensor = patch_tensor
+    import triton_interpreter  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
-# What a run imports sooner or later (AdamW imports dynamo): two seconds that each process would
-# take again
-FORKS.set_forkserver_preload(["train", "torch.distributed.fsdp", "torch._dynamo", "pytest"])
+# What runs and other programs import sooner or later (AdamW imports dynamo): two seconds and more
+# that each process would take again
+PROGRAMS = ["train", "report", "convert", "bench.train"]
+FORKS.set_forkserver_preload([*PROGRAMS, "torch.distributed.fsdp", "torch._dynamo", "pytest"])
 
 torch.set_num_threads(1)
+
+# torch.export lists all operators again for each namespace, and builds the type in a signature for
+# each of them: half of its time.
+torch._export.utils._materialize_cpp_cia_ops = functools.cache(
+    torch._export.utils._materialize_cpp_cia_ops
+)
+torch._ops.Callable = typing.Callable
 
 
 TINY = (
@@ -87,7 +59,7 @@ TINY = (
     "--block_size=16",
     "--batch_size=2",
     "--eval_tokens=512",
-    "--gradient_accumulation_steps=4",
+    "--gradient_accumulation_steps=2",
     "--merge_micro_batches=1",
     "--max_iters=40",
     "--warmup_iters=5",
@@ -227,23 +199,6 @@ def _child(
     if patch is not None:
         getattr(faults, patch[0])(**patch[1])
     run_program(importlib.import_module(program).main)
-
-
-def _code(code: str, argv: list[str], output: str) -> None:
-    _write_to(output)
-    sys.argv = ["-c", *argv]
-    exec(code, {"__name__": "__main__"})
-
-
-def start_code(code: str, output: Path, *argv: object) -> multiprocessing.process.BaseProcess:
-    """Like `python -c CODE argv` with stdout and stderr in a file, where train.py and torch are
-    imported already.
-    """
-    process = FORKS.Process(
-        target=_code, args=(code, list(map(str, argv)), str(output)), daemon=True
-    )
-    process.start()
-    return process
 
 
 class Job:

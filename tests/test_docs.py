@@ -14,13 +14,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, start_code, write_items
+from helpers import ROOT, write_items
+from warm_python import write_python
 
 from configurator import parse_args
 from norm_plan import NORMS, NormConfig
@@ -335,40 +335,25 @@ def check_script(program: str, environment: dict[str, str], words: list[str]) ->
 # --------------------------------------------------------------------------------------------- runs
 
 
-MAIN = """
-import importlib, os, sys
-import torch
-torch.set_num_threads(1)
-folder, program, *words = sys.argv[1:]
-os.chdir(folder)
-sys.argv = [program, *words]
-from common.errors import run_program
-run_program(importlib.import_module(program).main)
-"""
-
-
-def run(house: Path, output: Path, program: str, words: list[str]) -> None:
+def run(house: Path, program: str, words: list[str]) -> None:
     """The program in a process of its own, in the copy of the repository; it must exit with 0."""
-    is_script = program.endswith(".sh")
-    if is_script or program.startswith("data."):  # data scripts write beside themselves
-        start = [program] if is_script else [sys.executable, f"{program.replace('.', '/')}.py"]
-        environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*start, *words], cwd=house, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return
-    process = start_code(MAIN, output, house, program, *words)
-    process.join(120)
-    assert process.exitcode == 0, output.read_text()
+    python = str(house.parent / "python")
+    start = [program] if program.endswith(".sh") else [python, f"{program.replace('.', '/')}.py"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": python, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*start, *words], cwd=house, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory) -> Path:
     """A copy of the repository with data, texts, and toy models named as in the pages."""
-    folder = tmp_path_factory.mktemp("house")
+    place = tmp_path_factory.mktemp("docs")
+    write_python(place)
+    folder = place / "house"
     skipped = shutil.ignore_patterns(".*", "__pycache__", "out", "tests", "*.bin", "meta.json")
-    shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=skipped)
+    shutil.copytree(ROOT, folder, ignore=skipped)
     text = "It was a dark and stormy night; the rain fell in torrents, except at intervals. " * 60
     for name in ("book.txt", "input.txt"):
         (folder / name).write_text(text)
@@ -387,7 +372,7 @@ def house(tmp_path_factory) -> Path:
     write_meta(folder / "data/stdlib", {"tokenizer": "bytes", "vocab_size": 257})
     for norm_type in ("coupled", "rms", "layer", "taper"):
         words = ["config/demo.py", f"--norm_type={norm_type}", f"--out_dir=out/{norm_type}"]
-        run(folder, folder / f"{norm_type}.txt", "train", [*words, *TRAIN.split()])
+        run(folder, "train", [*words, *TRAIN.split()])
     shutil.move(folder / "out/coupled", folder / "out/demo")
     with tarfile.open(folder / "results/cpu/table1/runs.tar.xz") as archive:
         some = [file for file in archive if re.match(r"(./)?(rms|coupled)-(8|9|10)\b", file.name)]
@@ -404,7 +389,7 @@ def test_a_command_runs_at_toy_size(command, house, tmp_path):
     words += shlex.split(RUNS[command])
     if program == "train":
         words.append(f"--out_dir={tmp_path / 'run'}")
-    run(house, tmp_path / "output.txt", program, words)
+    run(house, program, words)
     if program == "train":
         assert (tmp_path / "run/ckpt_last.pt").exists()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers import BYTES, ROOT, TINY, records, write_items, write_tiny_shards
+from warm_python import write_python
 
 import report
 from common.errors import ConfigError
@@ -33,8 +34,9 @@ WORDS = (*TINY, "--checkpoint_interval=10")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sweep") / "data"
-    write_tiny_shards(folder, vocab=200, meta=BYTES)
+    place = tmp_path_factory.mktemp("sweep")
+    write_python(place)
+    folder = write_tiny_shards(place / "data", vocab=200, meta=BYTES)
     write_items(folder / "items.jsonl", 12)
     return folder
 
@@ -45,7 +47,8 @@ def start(data: Path, out: Path, *words: str, **env: str) -> subprocess.Popen:
         "SEEDS": "1 2",
         "OUT": str(out),
         "HELLASWAG": str(data / "items.jsonl"),
-        "PYTHON": sys.executable,
+        "PYTHON": str(data.parent / "python"),
+        "PYTHON_EXEC": str(data.parent / "python"),  # which torchrun starts
         "OMP_NUM_THREADS": "1",
         **env,
     }

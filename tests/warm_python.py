@@ -1,0 +1,81 @@
+"""A Python that has imported torch and train.py already, for tests of scripts that start many.
+
+    write_python(folder) -> a program that scripts can call in place of python
+
+What it is called with (`-c CODE ...`, `-m MODULE ...`, `FILE ...`) runs in a fork of the server of
+helpers.py, with the folder, environment, stdout and stderr of the call. The call stays until that
+ends, passes signals on, and takes the fork with it if it is killed.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import threading
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+
+
+def write_python(folder: Path) -> Path:
+    """Write the program; this process answers its calls."""
+    listener = Listener(str(folder / "server"))
+    threading.Thread(target=serve, args=(listener,), daemon=True).start()
+    program = folder / "python"
+    program.write_text(
+        f'#!/bin/bash\nexec {sys.executable} -S {__file__} {listener.address} "$@"\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
+def serve(listener: Listener) -> None:
+    while True:
+        threading.Thread(target=answer, args=(listener.accept(),), daemon=True).start()
+
+
+def answer(caller: Connection) -> None:
+    from helpers import FORKS
+
+    process = FORKS.Process(target=run, args=caller.recv())
+    process.start()
+    number = None
+    while number != signal.SIGKILL and caller in wait([caller, process.sentinel]):
+        try:
+            number = caller.recv()
+        except EOFError:
+            number = signal.SIGKILL
+        os.kill(process.pid, number)
+    process.join()
+    if number != signal.SIGKILL:
+        caller.send(process.exitcode)
+
+
+def run(words: tuple[str, ...], folder: str, environment: dict[str, str], caller: int) -> None:
+    """In the fork: what Python does with these words."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (1, 2):
+        os.dup2(os.open(f"/proc/{caller}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))
+    kind, *sys.argv = words if words[0] in ("-c", "-m", "-u") else ("", *words)
+    if kind == "-c":
+        exec(sys.argv[0], {"__name__": "__main__"})
+    elif kind == "-m":
+        sys.modules.pop(sys.argv[0], None)  # of which Python would warn
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def call(address: str, *words: str) -> int:
+    with Client(address) as server:
+        server.send((words, os.getcwd(), dict(os.environ), os.getpid()))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: server.send(number))
+        code = server.recv()
+    return code if code >= 0 else 128 - code  # as a shell says that a signal ended it
+
+
+if __name__ == "__main__":
+    sys.exit(call(*sys.argv[1:]))
