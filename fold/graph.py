@@ -334,26 +334,15 @@ class Graph:
     def returned_by(self, node: Node) -> str | None:
         """Return the path of a module that returns this node's tensor and nothing else.
 
-        The module must be called once. It may return a copy of the same value, as dropout does in
-        eval mode. Returns None if no module does.
+        The module must be called once. Returns None if no module does.
         """
-        while True:
-            stack = node.meta.get("nn_module_stack", {})
-            for key, (path, _) in reversed(stack.items()):
-                outside = all(
-                    key not in user.meta.get("nn_module_stack", {}) for user in node.users
-                )
-                once = len(self.calls[path]) == 1
-                # After an in-place operation the exporter makes views again, where they are used.
-                # So a module may return this tensor with other axes.
-                same = self.returned.get(path) == shape(node)
-                if path and outside and once and same:
-                    return path
-            copies = [
-                user
-                for user in node.users
-                if str(user.target) in ("aten.clone.default", "aten.alias.default")
-            ]
-            if len(node.users) != 1 or not copies:
-                return None
-            node = copies[0]
+        stack = node.meta.get("nn_module_stack", {})
+        for key, (path, _) in reversed(stack.items()):
+            outside = all(key not in user.meta.get("nn_module_stack", {}) for user in node.users)
+            once = len(self.calls[path]) == 1
+            # After an in-place operation the exporter makes views again, where they are used. So a
+            # module may return this tensor with other axes.
+            same = self.returned.get(path) == shape(node)
+            if path and outside and once and same:
+                return path
+        return None

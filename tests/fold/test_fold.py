@@ -126,6 +126,13 @@ FOLDS = {
         net(layer_scale, emb=nn.Parameter(torch.randn(1, 1, C)), gain=nn.Parameter(torch.rand(C))),
         2,
     ),
+    "LayerScale, its gain in a view": (
+        net(
+            lambda m, x: m.out(m.ln(m.a(x) + m.gain.view(1, 1, C) * m.b(x))),
+            gain=nn.Parameter(torch.rand(C)),
+        ),
+        1,
+    ),
     "convolution, padding, pooling": (net(channels_first, conv=nn.Conv2d(C, C, 1)), 1),
     "recurrent cell": (net(rnn_cell), 3),
     "LSTM and a projection": (
