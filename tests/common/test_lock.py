@@ -4,7 +4,7 @@ python -m pytest tests/common/test_lock.py
 """
 
 import errno
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -47,25 +47,16 @@ def test_an_owner_that_stood_still_writes_nothing_more(tmp_path):
 
 def test_one_of_two_that_take_it_over_at_once_has_it(tmp_path):
     FolderLock(tmp_path).ended.set()
-    found = []
-
-    def take() -> None:
-        try:
-            found.append(FolderLock(tmp_path))
-        except UserError as error:
-            assert "another process is working there" in str(error)
-
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        attempts = [pool.submit(FolderLock, tmp_path) for _ in range(4)]
     owners = []
-    for each in found:
+    for attempt in attempts:
+        # refused at once, or it finds another name in the file later
+        told = "another process is working there" if attempt.exception() else "stood still"
         try:
-            each.check()
-        except UserError:
-            continue
-        owners.append(each)
+            attempt.result().check()
+            owners.append(attempt.result())
+        except UserError as error:
+            assert told in str(error)
     assert len(owners) == 1
     owners[0].release()
