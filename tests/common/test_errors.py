@@ -7,13 +7,11 @@ lost.
 import errno
 import subprocess
 
-import numpy as np
 import pytest
 import torch
-from helpers import TINY, run_python, write_tiny_shards
+from helpers import TINY, run_python
 
 from common.errors import missing_on_this_machine, one_line, run_program
-from data.shards import HEADER_BYTES
 
 
 @pytest.fixture
@@ -30,40 +28,35 @@ def complaint(train_fails, tiny_data, tmp_path):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--n_layr=2"], ["n_layr", "n_layer"]),
-        (["--n_layer=two"], ["n_layer", "int"]),
-        (["--learning_rate=nan"], ["learning_rate", "float"]),
-        (["--n_layer", "2"], ["--n_layer", "--key=value"]),
-        (["config/nowhere.py"], ["config/nowhere.py"]),
-        (["--norm_type=rmsnorm"], ["rmsnorm", "rms"]),
-        (["--norm_type=layer", "--coupled_first=1"], ["coupled_first", "coupled"]),
-        (["--norm_type=coupled", "--norm_plan=sR Rs R"], ["position 0"]),
-        (["--n_embd=33"], ["n_embd=33", "n_head=2"]),
-        (["--gradient_accumulation_steps=0"], ["gradient_accumulation_steps"]),
-        (["--beta2=1.0"], ["beta2"]),
-        (["--weight_decay=-1"], ["weight_decay"]),
-        (["--n_vocab=10"], ["n_vocab=10", "60"]),
-        (["--position=rope", "--rope_theta=0"], ["rope_theta"]),
-        (["--norm_type=taper", "--taper_end=1"], ["taper_end"]),
-        (["--n_embd=99999999999999999999998"], ["n_embd", "GB of memory"]),
-        (["--vocab_size=50"], ["vocab_size=50", "60"]),
-        (["--out_dir="], ["out_dir is empty"]),
-        (["--n_layer=100000000"], ["n_layer", "GB of memory"]),
-        (["--norm_eps=1e30"], ["norm_eps=1e+30", "at most 1"]),
-        (["--grad_clip=1e-45"], ["grad_clip", "0 or at least 1e-06"]),
-        (["--init_std=0"], ["init_std=0.0", "at least 1e-06"]),
-        (["--init_std=1e30"], ["init_std=1e+30", "at most 100"]),
-        (["--adam_eps=1e-45"], ["adam_eps", "at least 1e-30"]),
-        (["--adam_eps=1e30"], ["adam_eps=1e+30", "at most 1"]),
-        (["--position=rope", "--rope_theta=1e30"], ["rope_theta", "at most 1e+15"]),
-        (["--norm_type=post", "--residual_weight=1e-45"], ["residual_weight", "at least 1e-06"]),
-        (["--norm_type=dyt", "--point_alpha=1,1e30,1"], ["point_alpha", "at most 1000000"]),
-        (["--optimizer=muon", "--parallel=fsdp"], ["optimizer=muon", "parallel=ddp"]),
-        (["--device=cuda"] if not torch.cuda.is_available() else ["--device=mps"], ["device"]),
+        ("--n_layr=2", ["n_layr", "n_layer"]),
+        ("--n_layer 2", ["--n_layer", "--key=value"]),
+        ("config/nowhere.py", ["config/nowhere.py"]),
+        ("--norm_type=rmsnorm", ["rmsnorm", "rms"]),
+        ("--norm_type=layer --coupled_first=1", ["coupled_first", "coupled"]),
+        ("--gradient_accumulation_steps=0", ["gradient_accumulation_steps"]),
+        ("--beta2=1.0", ["beta2"]),
+        ("--weight_decay=-1", ["weight_decay"]),
+        ("--n_vocab=10", ["n_vocab=10", "60"]),
+        ("--position=rope --rope_theta=0", ["rope_theta"]),
+        ("--n_embd=99999999999999999999998", ["n_embd", "GB of memory"]),
+        ("--vocab_size=50", ["vocab_size=50", "60"]),
+        ("--out_dir=", ["out_dir is empty"]),
+        ("--n_layer=100000000", ["n_layer", "GB of memory"]),
+        ("--norm_eps=1e30", ["norm_eps=1e+30", "at most 1"]),
+        ("--grad_clip=1e-45", ["grad_clip", "0 or at least 1e-06"]),
+        ("--init_std=0", ["init_std=0.0", "at least 1e-06"]),
+        ("--init_std=1e30", ["init_std=1e+30", "at most 100"]),
+        ("--adam_eps=1e-45", ["adam_eps", "at least 1e-30"]),
+        ("--adam_eps=1e30", ["adam_eps=1e+30", "at most 1"]),
+        ("--position=rope --rope_theta=1e30", ["rope_theta", "at most 1e+15"]),
+        ("--norm_type=post --residual_weight=1e-45", ["residual_weight", "at least 1e-06"]),
+        ("--norm_type=dyt --point_alpha=1,1e30,1", ["point_alpha", "at most 1000000"]),
+        ("--optimizer=muon --parallel=fsdp", ["optimizer=muon", "parallel=ddp"]),
+        ("--device=mps" if torch.cuda.is_available() else "--device=cuda", ["device"]),
     ],
 )
 def test_bad_settings_exit_2(complaint, words, parts):
-    line = complaint(*words, code=2)
+    line = complaint(*words.split(), code=2)
     assert all(part in line for part in parts), line
 
 
@@ -81,27 +74,6 @@ def test_bad_settings_exit_2(complaint, words, parts):
 )
 def test_missing_data_and_names_that_are_too_long(complaint, word, part):
     assert part in complaint(word)
-
-
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda raw: raw[:-100], "truncated"),
-        (lambda raw: b"\0\0\0\1" + raw[4:], "another kind of file"),
-        (
-            lambda raw: (
-                raw[: HEADER_BYTES + 10000] + np.uint16(61).tobytes() + raw[HEADER_BYTES + 10002 :]
-            ),
-            "61 is beyond",
-        ),
-    ],
-)
-def test_corrupt_shard(complaint, tmp_path, change, part):
-    folder = write_tiny_shards(tmp_path / "data")
-    path = folder / "tiny_train_000000.bin"
-    path.write_bytes(change(path.read_bytes()))
-    line = complaint(f"--data_dir={folder}", code=1)
-    assert part in line and "tiny_train_000000.bin" in line
 
 
 def test_micro_batches_that_ranks_do_not_divide(complaint):

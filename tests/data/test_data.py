@@ -69,25 +69,25 @@ def test_tokens_that_fit_no_uint16_are_refused(tmp_path, tokens):
 
 GOOD = header(count=3) + b"\1\0\2\0\3\0"
 DAMAGED = {
-    "truncated": GOOD[:-1],
-    "truncated in the header": GOOD[:100],
-    "overlong": GOOD + b"\4\0",
-    "another magic": header(magic=20240801, count=3) + b"123456",
-    "another version": header(version=2, count=3) + b"123456",
-    "an empty file": b"",
-    "two bytes": b"\1\2",
-    "no tokens": header(),
-    "a negative count": header(count=-1)[:-2],
-    "no header": b"\1\0\2\0\3\0" * 1000,
+    "truncated": (GOOD[:-1], "truncated"),
+    "truncated in the header": (GOOD[:100], "truncated"),
+    "overlong": (GOOD + b"\4\0", "overlong"),
+    "another magic": (header(magic=20240801, count=3) + b"123456", "another kind of file"),
+    "another version": (header(version=2, count=3) + b"123456", "another kind of file"),
+    "an empty file": (b"", "another kind of file"),
+    "two bytes": (b"\1\2", "another kind of file"),
+    "no tokens": (header(), "empty"),
+    "a negative count": (header(count=-1)[:-2], "empty"),
+    "no header": (b"\1\0\2\0\3\0" * 1000, "another kind of file"),
 }
 
 
-@pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_shard(tmp_path, case):
+@pytest.mark.parametrize(("content", "told"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_shard(tmp_path, content, told):
     path = tmp_path / "x_train_000000.bin"
-    path.write_bytes(DAMAGED[case])
+    path.write_bytes(content)
     for read in (lambda: open_shard(path), lambda: Blocks(str(tmp_path), "train", 1, 65536)):
-        with pytest.raises(DataError, match=str(path)):
+        with pytest.raises(DataError, match=f"{path}.*{told}"):
             read()
 
 
