@@ -80,30 +80,27 @@ def folders(models, tmp_path_factory) -> Path:
     return root
 
 
-def run_alone(program: str, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a program in `folder` without anything of ours on its path."""
-    guard = "import importlib.util\nassert not importlib.util.find_spec('hf')\n"
-    return subprocess.run(
-        [sys.executable, "-c", guard + program, *map(str, arguments)],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,  # nobody answers transformers' question
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 ALONE = """
-import sys
+import contextlib, importlib.util, json, sys
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+assert not importlib.util.find_spec("hf")
 torch.set_num_threads(1)
 given = load_file("given.safetensors")
 small, text, *cases = sys.argv[1:]
+outcomes = []
+for case in cases:
+    for name in ("AutoModelForCausalLM", STOCK[case.partition("_")[0]]):
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # the question of transformers
+                getattr(transformers, name).from_pretrained(case)
+            outcomes.append("ran")
+        except Exception as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+json.dump(outcomes, open("outcomes.json", "w"))
 found = {}
 for case in cases:
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -130,14 +127,26 @@ exec(open("served.py").read())
 
 @pytest.fixture(scope="module")
 def found(folders) -> dict[str, torch.Tensor]:
-    """What the folders compute where this repository is not; served.txt: what is printed there."""
+    """What the folders compute in a process without anything of ours on its path.
+
+    outcomes.json: what stock loaders make of them; served.txt: what is printed there.
+    """
     given = {"idx": tokens(2, 80), "prompt": tokens(2, 9, seed=2)}
     safetensors.save_file(given, folders / "given.safetensors")
     page = (ROOT / "docs/convert-and-fold.md").read_text()
     block, _ = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (folders / "served.py").write_text(block)
     shutil.copytree(folders / "qwen3_0_alpha", folders / "out/hf")
-    done = run_alone(ALONE, folders, SMALL, TEXT, *CASES)
+    done = subprocess.run(
+        [sys.executable, "-c", f"STOCK = {STOCK}\n{ALONE}", str(SMALL), TEXT, *CASES],
+        cwd=folders,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        | {"HF_HOME": str(folders / "cache"), "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,  # nobody answers transformers' question
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (folders / "served.txt").write_text(done.stdout)
     return safetensors.load_file(folders / "found.safetensors")
@@ -203,29 +212,9 @@ def test_our_programs_ask_nothing_about_the_code(folders, tmp_path, monkeypatch)
     assert not questions
 
 
-REFUSED = """
-import json, sys
-import transformers
-outcomes = []
-for case in sys.argv[1:]:
-    folder, stock = case.split("=")
-    for name in ("AutoModelForCausalLM", stock):
-        try:
-            getattr(transformers, name).from_pretrained(folder)
-            outcomes.append("ran")
-        except Exception as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-print()  # the question of transformers has no end of line
-print(json.dumps(outcomes))
-"""
-
-
-def test_stock_loaders_refuse_a_coupled_model(folders):
+def test_stock_loaders_refuse_a_coupled_model(folders, found):
     """By the Auto class without trust_remote_code, and by the class it was made of."""
-    cases = {case: STOCK[case.partition("_")[0]] for case in CASES}
-    done = run_alone(REFUSED, folders, *(f"{case}={stock}" for case, stock in cases.items()))
-    assert done.returncode == 0, done.stderr[-3000:]
-    outcomes = json.loads(done.stdout.splitlines()[-1])
+    outcomes = json.loads((folders / "outcomes.json").read_text())
     assert len(outcomes) == 2 * len(CASES)
     for auto, stock in zip(outcomes[::2], outcomes[1::2], strict=True):
         assert auto.startswith("ValueError") and "trust_remote_code=True" in auto
