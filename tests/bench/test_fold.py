@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from helpers import save_model, shake
+from helpers import json_lines, save_model, shake
 
 from bench import fold
 from bench.fold import BARE, SWAPPED, FoldBenchConfig, inputs, make_arms
@@ -26,22 +26,18 @@ GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": 
 GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50}
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    config = GPTConfig(vocab_size=40, block_size=32, n_layer=1, n_head=2, n_embd=16, bias=True)
-    return save_model(tmp_path / "layer.pt", shake(GPT(config)).float())
-
-
-def test_a_record_adds_up_and_all_lengths_are_compiled(checkpoint, tmp_path, capsys, monkeypatch):
+def test_a_record_adds_up_and_all_lengths_are_compiled(tmp_path, capsys, monkeypatch):
     """Dynamo keeps compiled versions by code object, which arms and lengths share; beyond its limit
     it runs eagerly.
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    config = GPTConfig(vocab_size=40, block_size=32, n_layer=1, n_head=2, n_embd=16, bias=True)
+    checkpoint = save_model(tmp_path / "layer.pt", shake(GPT(config)).float())
     out = tmp_path / "new" / "fold.jsonl"
     words = ["--lengths=8,12,16", "--rounds=6", "--sequential=2", "--modes=compiled,eager"]
     with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
         fold.main([checkpoint, *words, "--device=cpu", f"--out={out}"])
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = json_lines(out)
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [record["length"] for record in records] == [8, 8, 12, 12, 16, 16]
     assert told["folded"] == 3

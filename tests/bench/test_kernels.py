@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from helpers import run_python
+from helpers import json_lines, run_python
 
 from bench import kernel_arms, kernels
 from bench.copy_kernel import copy
@@ -27,7 +27,7 @@ def test_a_run_on_a_cpu_writes_table_and_records(tmp_path, capsys):
     folder = tmp_path / "new" / "kernels"
     kernels.main([*SMALL, f"--out={folder}"])
     output = capsys.readouterr().out
-    records = [json.loads(line) for line in (folder / "kernels.jsonl").read_text().splitlines()]
+    records = json_lines(folder / "kernels.jsonl")
     expected = [
         (name, rows, phase)
         for name in OPERATORS
@@ -205,6 +205,6 @@ def test_the_process_s_time_is_taken_on_one_cpu_thread_alone(device, threads, cl
 )
 def test_a_run_on_a_gpu(tmp_path):
     kernels.main(["--rows=4096", "--channels=768", "--rounds=6", f"--out={tmp_path}"])
-    records = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
+    records = json_lines(tmp_path / "kernels.jsonl")
     assert {row["ours"] for row in records} == {"triton"}
     assert all({"triton", "reference", "torch", "compiled"} <= set(row["share"]) for row in records)

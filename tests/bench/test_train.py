@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from helpers import TINY, json_lines
+from helpers import TINY, draw, json_lines
 
 from bench import train, train_arms, train_profile
 from bench.train import AGAIN, TrainBenchConfig, all_arms, make_batches
@@ -82,6 +82,13 @@ def models(monkeypatch) -> list[GPT]:
 
     monkeypatch.setattr(train_arms, "GPT", build)
     return built
+
+
+@pytest.fixture
+def precision():
+    """Of float32 products, which a test may change."""
+    yield
+    torch.set_float32_matmul_precision("highest")
 
 
 # --------------------------------------------------------------------------------------------- arms
@@ -274,32 +281,24 @@ def test_a_run_writes_table_and_records(tmp_path, capsys, upstream):
         ("vendor_id : GenuineIntel\nflags : avx2 avx512f", 128, "highest"),
     ],
 )
-def test_who_gets_onednns_products(cpu, channels, expected, monkeypatch):
+def test_who_gets_onednns_products(cpu, channels, expected, monkeypatch, precision):
     monkeypatch.setattr(
         environment_module,
         "Path",
         lambda name: types.SimpleNamespace(read_text=lambda encoding: cpu),
     )
-    try:
-        environment_module.faster_float32_products(channels, 64)
-        assert torch.get_float32_matmul_precision() == expected
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    environment_module.faster_float32_products(channels, 64)
+    assert torch.get_float32_matmul_precision() == expected
 
 
-def test_float32_products_stay_exact():
+def test_float32_products_stay_exact(precision):
     """All three products of a linear, at this CPU's setting; bfloat16 would be off by 3e-3."""
-    generator = torch.Generator().manual_seed(0)
-    x, w, dy = (
-        torch.randn(shape, generator=generator) for shape in ((300, 1024), (96, 1024), (300, 96))
-    )
-    try:
-        environment_module.faster_float32_products(1024, 64)
-        for a, b in ((x, w.t()), (dy, w), (dy.t(), x)):
-            exact = a.double() @ b.double()
-            assert (a @ b - exact).norm() <= 2e-6 * exact.norm()
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    shapes = ((300, 1024), (96, 1024), (300, 96))
+    x, w, dy = (draw(*shape, seed=seed).float() for seed, shape in enumerate(shapes))
+    environment_module.faster_float32_products(1024, 64)
+    for a, b in ((x, w.t()), (dy, w), (dy.t(), x)):
+        exact = a.double() @ b.double()
+        assert (a @ b - exact).norm() <= 2e-6 * exact.norm()
 
 
 def test_the_profile_says_where_an_arms_time_goes():
