@@ -6,7 +6,7 @@ without us).
 
 import copy
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -74,9 +74,8 @@ def test_threads_keep_their_statistics_apart(tmp_path):
 
     def interrupt(*_):
         hook.remove()
-        thread = threading.Thread(target=lambda: found.append(model(second).logits.detach()))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            found.append(pool.submit(model, second).result().logits)
 
     hook = model.model.layers[1].self_attn.register_forward_hook(interrupt)
     assert torch.equal(model(first).logits, expected[0])
@@ -227,17 +226,25 @@ def test_an_export_copies_only_the_models_own_files(tmp_path):
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "m/blobs").mkdir()
     (tmp_path / "m/blobs/1").write_text("merges")
-    (folder / "tokenizer_x").symlink_to(tmp_path / "secret")
-    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
-    (folder / "vocab.json").symlink_to("/dev/zero")
-    (folder / "merges.txt").symlink_to("../../blobs/1")
-    (folder / "added_tokens.json").symlink_to("config.json")
+    for name, target in (
+        ("tokenizer_x", tmp_path / "secret"),
+        ("tokenizer.json", tmp_path / "secret"),
+        ("vocab.json", "/dev/zero"),
+        ("merges.txt", "../../blobs/1"),
+        ("added_tokens.json", "config.json"),
+    ):
+        (folder / name).symlink_to(target)
     (folder / "special_tokens_map.json").write_text("{}")
     edit_json(folder / "config.json", eos_token_id=[1, 6], bos_token_id=2)
     out = weights.export_hf(weights.load_hf(folder), tmp_path / "out")
-    expected = {"config.json", "generation_config.json", "model.safetensors", "added_tokens.json"}
-    expected |= {"special_tokens_map.json", "merges.txt"}
-    assert {path.name for path in out.iterdir()} == expected
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "added_tokens.json",
+        "special_tokens_map.json",
+        "merges.txt",
+    }
     assert not any(path.is_symlink() for path in out.iterdir())
     config = json.loads((out / "config.json").read_text())
     assert (config["eos_token_id"], config["bos_token_id"]) == ([1, 6], 2)

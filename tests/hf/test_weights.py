@@ -321,8 +321,7 @@ def test_shards_whole_and_missing(tmp_path):
     model, idx = tiny("llama-untied-biases"), tokens(2, 20)
     folder = save(model, tmp_path, max_shard_size="20KB")
     torch.testing.assert_close(hf.load_hf(folder)(idx), model(idx).logits, rtol=1e-5, atol=1e-5)
-    shard = sorted(folder.glob("model-*.safetensors"))[1]
-    shard.unlink()
+    sorted(folder.glob("model-*.safetensors"))[1].unlink()
     refused(folder, "missing")
 
 
