@@ -4,13 +4,12 @@ python -m pytest tests/common/test_output.py
 """
 
 import errno
-import json
 import os
 import re
 from unittest import mock
 
 import pytest
-from helpers import ROOT, TINY
+from helpers import ROOT, TINY, json_lines
 
 import distill
 import hellaswag
@@ -60,11 +59,11 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("program", WRITERS)
-def test_a_file_that_the_user_names_is_kept_unless_it_is_the_programs_own(program, tmp_path):
+@pytest.mark.parametrize(("main", "words", "own"), WRITERS.values(), ids=WRITERS)
+def test_a_file_that_the_user_names_is_kept_unless_it_is_the_programs_own(
+    main, words, own, tmp_path
+):
     """A checkpoint, settings, a text or a program's own input are not its output."""
-
-    main, words, own = WRITERS[program]
     path = tmp_path / "out.png"
     command = [*words[:-1], f"{words[-1]}{path}"]
     for content in (
@@ -105,9 +104,8 @@ def test_a_run_does_not_write_over_the_model_that_it_starts_from(tmp_path, train
     words = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={model}"]
     for code, init_from in ((2, model), (2, model / "ckpt_best.pt"), (1, "")):
         assert str(model) in train_fails(*words, f"--init_from={init_from}", code=code)
-    teacher = [f"--teacher={model}", f"--out_dir={model}"]
     with pytest.raises(UserError, match="out_dir"):
-        distill.main([*teacher, "--dataset=random", "--device=cpu"])
+        distill.main([f"--teacher={model}", *words[-1:], "--dataset=random", "--device=cpu"])
     assert (model / "config.json").read_text() == '{\n "model_type": "gpt2"\n}\n'
 
 
@@ -133,7 +131,7 @@ def test_what_follows_the_last_step_is_logged_once(tmp_path):
         if resume_step is None:
             log.event("eval", step=4)
         log.event("merged", step=4)
-    found = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").open()]
+    found = [record["event"] for record in json_lines(tmp_path / "log.jsonl")]
     assert found == ["start", "eval", "resume", "merged"]
 
 

@@ -35,6 +35,7 @@ from common.stats import (
 )
 
 SAMPLE = np.array([0.3, -0.1, 0.5, 0.2, 0.9, -0.4, 0.35, 0.05])
+NOTHING = Estimate(0.0, 0.0, 7)  # of identical pairs
 
 
 def draws(seed: int, *shape: int) -> np.ndarray:
@@ -48,6 +49,7 @@ def test_paired_is_scipys_t_test():
     for alpha in (0.05, 0.0125):
         expected = reference.confidence_interval(1 - alpha)
         assert estimate.interval(alpha) == pytest.approx((expected.low, expected.high), rel=1e-12)
+    assert NOTHING.p_value() == 1.0 and NOTHING.interval() == (0.0, 0.0)
 
 
 def test_tost_is_the_larger_of_two_one_sided_tests():
@@ -171,7 +173,7 @@ def test_an_interrupt_keeps_whole_rounds(least, kept):
 
 def test_clustered_error_counts_clusters():
     # 12 clusters of 5
-    rows = np.random.RandomState(0).randn(12, 5) + np.random.RandomState(1).randn(12, 1)
+    rows = draws(0, 12, 5) + draws(1, 12, 1)
     names = np.repeat(np.arange(12) * 7, 5)
     even = clustered(rows.flatten(), names)
     # of one size: means are the sample
@@ -206,13 +208,6 @@ def test_crossed_error_covers_seeds_and_items():
         assert np.mean([estimate.se for estimate in estimates]) == pytest.approx(truth, rel=0.12)
     same = np.tile(SAMPLE[:, None], (1, 5))
     assert crossed(same).se == pytest.approx(paired(SAMPLE).se)
-
-
-NOTHING = Estimate(0.0, 0.0, 7)  # of identical pairs
-
-
-def test_identical_pairs_are_equal():
-    assert NOTHING.p_value() == 1.0 and NOTHING.interval() == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(

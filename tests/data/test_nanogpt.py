@@ -33,8 +33,7 @@ def write_nanogpt(folder: Path, meta: object = None) -> Path:
         tokens = np.cumsum(random.randint(1, 4, count)) % len(CHARS)
         tokens.astype(np.uint16).tofile(folder / f"{split}.bin")
     if meta is not None:
-        with open(folder / "meta.pkl", "wb") as file:
-            pickle.dump(meta, file)
+        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
     return folder
 
 

@@ -29,7 +29,6 @@ from data.shards import find_shards, open_shard, read_meta
 from data.tokenizers import load_tokenizer
 
 END = 50256
-SPLITS = ("train", "val")
 WORDS = [
     "the",
     "of",
@@ -85,7 +84,8 @@ def tokens_of(out: Path, split: str = "train") -> np.ndarray:
     return np.concatenate([open_shard(path) for path in find_shards(out, split)])
 
 
-def documents_of(tokens: np.ndarray, gpt2: tiktoken.Encoding) -> list[str]:
+def documents_of(out: Path, gpt2: tiktoken.Encoding, split: str = "train") -> list[str]:
+    tokens = tokens_of(out, split)
     starts = np.flatnonzero(tokens == END)
     assert starts[0] == 0
     return [gpt2.decode(part[1:].tolist()) for part in np.split(tokens, starts[1:])]
@@ -136,26 +136,25 @@ def test_named_validation_files(tmp_path, gpt2):
     for name, texts in (("t-1", train[:20]), ("t-2", train[20:]), ("u", val)):
         write_jsonl(tmp_path / f"{name}.jsonl", texts)
     run(tmp_path / "out", tmp_path / "t-?.jsonl", f"--val={tmp_path / 'u.jsonl'}")
-    assert documents_of(tokens_of(tmp_path / "out"), gpt2) == train
-    assert documents_of(tokens_of(tmp_path / "out", "val"), gpt2) == val
+    assert documents_of(tmp_path / "out", gpt2) == train
+    assert documents_of(tmp_path / "out", gpt2, "val") == val
 
 
 @pytest.mark.parametrize(("share", "chosen"), [(0.1, {9, 19}), (0.3, {3, 6, 9, 13, 16, 19, 23})])
 def test_a_share_of_many_documents(tmp_path, gpt2, share, chosen):
     texts = some_texts(25)
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
-    run(tmp_path / "out", source, f"--val_share={share}")
+    run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), f"--val_share={share}")
     val = [text for number, text in enumerate(texts) if number in chosen]
-    assert documents_of(tokens_of(tmp_path / "out", "val"), gpt2) == val
+    assert documents_of(tmp_path / "out", gpt2, "val") == val
     train = [text for number, text in enumerate(texts) if number not in chosen]
-    assert documents_of(tokens_of(tmp_path / "out"), gpt2) == train
+    assert documents_of(tmp_path / "out", gpt2) == train
 
 
 @pytest.mark.parametrize("count", [1, 9])
 def test_the_end_of_each_of_few_documents(tmp_path, gpt2, capsys, count):
     texts = [f"{number}" + "word " * (20 + number) for number in range(count)]
     run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), "--val_share=0.1")
-    train, val = (documents_of(tokens_of(tmp_path / "out", name), gpt2) for name in SPLITS)
+    train, val = (documents_of(tmp_path / "out", gpt2, name) for name in ("train", "val"))
     assert [a + b for a, b in zip(train, val, strict=True)] == texts
     assert [len(text) for text in train] == [int(0.9 * len(text)) for text in texts]
     assert f"\n{count} documents; skipped: none\n" in capsys.readouterr().out
@@ -175,8 +174,7 @@ def test_a_hugging_face_tokenizer(tmp_path, has_bos):
     model = folder_of_tokenizer(tmp_path / "model", has_bos)
     texts = ["one", "two " * 9000]
     run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), f"--tokenizer={model}")
-    meta = {"tokenizer": "hf", "path": str(model), "vocab_size": 5}
-    assert read_meta(tmp_path / "out") == meta
+    assert read_meta(tmp_path / "out") == {"tokenizer": "hf", "path": str(model), "vocab_size": 5}
     first = 4 if has_bos else 3
     assert tokens_of(tmp_path / "out").tolist() == [first, 0, first, *[1] * 9000]
 
@@ -283,7 +281,7 @@ def test_hostile_jsonl_is_used_or_counted(tmp_path, gpt2, capsys):
         "no newline at the end",
     ]
     run(tmp_path / "out", tmp_path / "a.jsonl", processes=2)
-    assert documents_of(tokens_of(tmp_path / "out"), gpt2) == expected
+    assert documents_of(tmp_path / "out", gpt2) == expected
     assert capsys.readouterr().out.splitlines()[-1] == (
         '10 documents; skipped: 2 empty, 5 broken JSON, 6 no "text"; 2 with invalid UTF-8, replaced'
     )
@@ -298,7 +296,7 @@ def test_hostile_parquet(tmp_path, gpt2, capsys):
     for kind, column in (("string", text), ("binary", raw), ("large", raw.cast(pa.large_binary()))):
         parquet.write_table(pa.table({"text": column}), tmp_path / f"{kind}.parquet")
         run(tmp_path / kind, tmp_path / f"{kind}.parquet", shard_tokens=500)
-        assert documents_of(tokens_of(tmp_path / kind), gpt2) == ["good " * 600, "caf\ufffd"]
+        assert documents_of(tmp_path / kind, gpt2) == ["good " * 600, "caf\ufffd"]
         last = '3 documents; skipped: 1 empty, 1 no "text"; 1 with invalid UTF-8, replaced\n'
         assert capsys.readouterr().out.endswith(last)
     parquet.write_table(pa.table({"body": ["x"]}), tmp_path / "body.parquet")
@@ -332,15 +330,15 @@ def test_nothing_usable(tmp_path):
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (["missing.jsonl"], DataError, "no file missing.jsonl"),
-        (["x.csv"], ConfigError, "x.csv: .*jsonl, .jsonl.xz, .parquet, .txt"),
-        ([], ConfigError, "name at least one file"),
-        (["a.txt", "a.txt"], ConfigError, "named twice"),
-        (["a.txt", "--val=hard.txt"], ConfigError, "named twice"),
-        (["a.txt", "--val_share=0.6"], ConfigError, "val_share"),
-        (["a.txt", "--tokenizer=word"], ConfigError, "tokenizer=word: give gpt2, bytes, chars"),
-        (["a.txt", "--tokenizer=."], DataError, "the tokenizer of .* cannot be read"),
-        (["many.txt", "--tokenizer=chars"], ConfigError, "65,600 tokens, and shards hold ids"),
+        ("missing.jsonl", DataError, "no file missing.jsonl"),
+        ("x.csv", ConfigError, "x.csv: .*jsonl, .jsonl.xz, .parquet, .txt"),
+        ("", ConfigError, "name at least one file"),
+        ("a.txt a.txt", ConfigError, "named twice"),
+        ("a.txt --val=hard.txt", ConfigError, "named twice"),
+        ("a.txt --val_share=0.6", ConfigError, "val_share"),
+        ("a.txt --tokenizer=word", ConfigError, "tokenizer=word: give gpt2, bytes, chars"),
+        ("a.txt --tokenizer=.", DataError, "the tokenizer of .* cannot be read"),
+        ("many.txt --tokenizer=chars", ConfigError, "65,600 tokens, and shards hold ids"),
     ],
 )
 def test_user_errors(tmp_path, monkeypatch, words, error, message):
@@ -349,7 +347,7 @@ def test_user_errors(tmp_path, monkeypatch, words, error, message):
     Path("many.txt").write_text("".join(map(chr, range(0x10000, 0x10000 + 65600))))
     os.link("a.txt", "hard.txt")
     with pytest.raises(error, match=message) as caught:
-        prepare.main(["--out_dir=out", "--processes=1", *words])
+        prepare.main(["--out_dir=out", "--processes=1", *words.split()])
     assert "\n" not in str(caught.value)
     assert not list(Path().glob("out/*.*"))
 
