@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from decode_models import make
-from helpers import ROOT, save_model
+from helpers import ROOT, json_lines, save_model
 
 import bench_decode
 from common.errors import UserError
@@ -24,21 +24,20 @@ from decode import arms, last_token, trace
 from hf.config import SHAPES
 
 
-def run_of(folder, shape, norm):
-    """A run folder with a trained model's checkpoint, as far as a bench can tell."""
-    model = make(shape, norm, init_std=0.3, n_layer=2).float()
-    save_model(folder / "ckpt_last.pt", model)
-    return folder
+def save(folder, shape, norm):
+    """Write a trained model's checkpoint, as far as a bench can tell. Returns its path."""
+    return save_model(folder / "ckpt_last.pt", make(shape, norm, init_std=0.3, n_layer=2).float())
 
 
 @pytest.fixture
 def run(tmp_path):
-    return run_of(tmp_path / "run", "qwen3", "rms")
+    save(tmp_path / "run", "qwen3", "rms")
+    return tmp_path / "run"
 
 
-def batches(capsys):
-    """The records that the program prints."""
-    return json.loads(capsys.readouterr().out.splitlines()[-1])["batches"]
+def printed(capsys, name):
+    """What the program prints under a name in its last line."""
+    return json.loads(capsys.readouterr().out.splitlines()[-1])[name]
 
 
 FAST = ("--tokens=4", "--rounds=6", "--compiled=false", "--device=cpu")
@@ -47,9 +46,9 @@ FAST = ("--tokens=4", "--rounds=6", "--compiled=false", "--device=cpu")
 def test_every_arm_is_checked_timed_and_written(run, tmp_path, capsys):
     out = tmp_path / "out"
     bench_decode.main([str(run), "--arms=A,B,C,D,E,L,M", "--batch=1,3", f"--out={out}", *FAST])
-    assert [record["batch"] for record in batches(capsys)] == [1, 3]
+    assert [record["batch"] for record in printed(capsys, "batches")] == [1, 3]
     names = {arm.name for arm in arms.find_arms("A,B,C,D,E,L,M")}
-    for record in map(json.loads, (out / "decode.jsonl").read_text().splitlines()):
+    for record in json_lines(out / "decode.jsonl"):
         assert set(record["arms"]) == names | {"A/A"}
         assert {len(times) for times in record["seconds"].values()} == {6}
         wanted = {"coupled/rms", "coupled_fused/rms", "coupled_fused/rms_fused", "A/A/rms"}
@@ -65,15 +64,14 @@ def test_every_arm_is_checked_timed_and_written(run, tmp_path, capsys):
 
     # A second time only the batch that is measured again takes the place of the old record.
     bench_decode.main([str(run), "--arms=A,C", "--batch=3", "--peers=false", f"--out={out}", *FAST])
-    records = [json.loads(line) for line in (out / "decode.jsonl").read_text().splitlines()]
+    records = json_lines(out / "decode.jsonl")
     assert [(record["batch"], len(record["arms"])) for record in records] == [(1, 8), (3, 3)]
 
 
 def test_other_layouts_keep_their_norms(tmp_path, capsys):
     """Without --arms they are timed as they are."""
-    spec = str(run_of(tmp_path / "run", "gpt2", "peri"))
-    bench_decode.main([spec, "--peers=false", *FAST])
-    (record,) = batches(capsys)
+    bench_decode.main([save(tmp_path / "run", "gpt2", "peri"), "--peers=false", *FAST])
+    [record] = printed(capsys, "batches")
     assert set(record["arms"]) == {"own", "own_fused", "A/A"} and record["missing"] == []
     assert {"own_fused/own", "A/A/own"} == set(record["speed_ups"])
     assert record["arms"]["own_fused"]["same_tokens"] == 4
@@ -91,7 +89,7 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
     words = ["--arms=B,A,D", "--batch=2,3", "--peers=false", f"--out={tmp_path}", *FAST]
     with pytest.raises(UserError, match="batch 3: no arm passed its check: coupled: it is off"):
         bench_decode.main([str(run), *words])
-    record = json.loads((tmp_path / "decode.jsonl").read_text())
+    [record] = json_lines(tmp_path / "decode.jsonl")
     assert set(record["arms"]) == {"rms", "coupled_fused", "A/A"}
     assert record["missing"] == ["coupled: it is off"]
     assert set(record["speed_ups"]) == {"coupled_fused/rms", "A/A/rms"}
@@ -100,7 +98,7 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
 def test_a_compiled_step_decodes_the_same(run, capsys):
     """torch.compile and the cache that it writes in place: the program's own checks pass."""
     bench_decode.main([str(run), "--arms=D", "--peers=false", *FAST, "--compiled=true"])
-    assert batches(capsys)[0]["arms"]["coupled_fused"]["same_tokens"] == 4
+    assert printed(capsys, "batches")[0]["arms"]["coupled_fused"]["same_tokens"] == 4
 
 
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
@@ -114,7 +112,7 @@ def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
     }
     monkeypatch.setitem(SHAPES, "tiny", tiny)
     bench_decode.main(["random:tiny", "--arms=L,M", *FAST])
-    (record,) = batches(capsys)
+    [record] = printed(capsys, "batches")
     assert record["arms"]["hf_eager"]["ms_per_token"] > 0
     assert "layer/hf_eager" in record["speed_ups"]
     assert record["random_weights"] and record["missing"] == []
@@ -142,7 +140,7 @@ def test_gpt_fasts_model_takes_part(monkeypatch, capsys):
     bench_decode.main(
         ["random:tiny", "--arms=A,D", "--peers=false", "--batch=2", f"--gpt_fast={folder}", *FAST]
     )
-    (record,) = batches(capsys)
+    [record] = printed(capsys, "batches")
     assert record["missing"] == []
     assert {"rms/gpt_fast", "coupled_fused/gpt_fast"} <= set(record["speed_ups"])
     assert torch._inductor.config.get_config_copy() == before and sys.modules["model"] is modules
@@ -150,10 +148,10 @@ def test_gpt_fasts_model_takes_part(monkeypatch, capsys):
 
 def test_traces(run, tmp_path, capsys):
     bench_decode.main([str(run), "--arms=A,C", "--trace", f"--out={tmp_path / 'trace'}", *FAST])
-    row = batches(capsys)[0]["arms"]["rms"]
+    row = printed(capsys, "batches")[0]["arms"]["rms"]
     assert row["kernels_per_step"] > 2 * row["kernels_per_block"] > row["ledger_per_block"] == 9
-    assert json.loads((tmp_path / "trace" / "rms-1.json").read_text())["traceEvents"]
-    assert (tmp_path / "trace" / "trace-1.png").exists()
+    assert json.loads((tmp_path / "trace/rms-1.json").read_text())["traceEvents"]
+    assert (tmp_path / "trace/trace-1.png").exists()
     kinds = {
         "triton_per_fused_add_mul_rsqrt_0": "norm",
         "vector_kernel": "product",
@@ -233,13 +231,13 @@ def test_last_token_protocol(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(last_token, "PUBLISHED", {(2, 24): (79.3, 96.8)})
     words = ["--last_token", "--device=cpu", f"--out={tmp_path}"]
     bench_decode.main([*words, "--rounds=6"])
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    rows = printed(capsys, "rows")
     assert [row["mode"] for row in rows] == ["eager", "compiled", "cached"]
     ratios = {"taper/rms", "rms_folded/rms", "taper_folded/rms", "taper_folded/rms_folded"}
     assert all(set(row["speed_up"]) == ratios for row in rows)
     assert "| 2 | 24 | eager |" in (tmp_path / "last_token.md").read_text()
     bench_decode.main([*words, "--ledger"])
-    launches = json.loads(capsys.readouterr().out.splitlines()[-1])["launches"]
+    launches = printed(capsys, "launches")
     count = {name: sum(counts.values()) for name, counts in launches.items()}
     assert count == rows[0]["launches"]
     # Of 5 norms, the 4 internal ones lose square, mean, + eps, root and a product when tapered, and

@@ -205,8 +205,7 @@ class Plain:
         else:
             t = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
             z = 0.5 * gate * (1 + torch.tanh(t))
-        z = z * up
-        return self.linear(f"blocks.{block}.mlp.down", z)
+        return self.linear(f"blocks.{block}.mlp.down", z * up)
 
     def embeddings(self) -> Tensor:
         x = self.p["wte.weight"][IDX] * self.shape.embed_scale
@@ -473,8 +472,7 @@ def test_a_random_plan_is_its_letters(seed):
     of = {"kind": kind, "weight": 1.5, "sections": (inputs, outputs, embedding)}
     if norm_type == "keel":
         of["plain_at"] = 2
-    shape = draw.choice([GPT2, LLAMA])
-    compare(norm_type, keys, shape, {"layout": "by_letters", **of})
+    compare(norm_type, keys, draw.choice([GPT2, LLAMA]), {"layout": "by_letters", **of})
 
 
 def compare(norm_type: str, keys: dict, shape: GPTConfig, of: dict) -> None:
@@ -648,8 +646,13 @@ def test_what_attention_should_add_is_measured_as_often_as_by_bhyts_authors():
     """Every max_iters / 50 steps, and at least every 1,000."""
     model = GPT(replace(LLAMA, norm_type="bhyt"))
     measured = model.blocks[1].norm1.norm.attention
-    cases = ((40, 2, True), (100, 2, False), (100, 3, True), (10**6, 1000, False))
-    for max_iters, step, expected in (*cases, (10**6, 1001, True)):
+    for max_iters, step, expected in (
+        (40, 2, True),
+        (100, 2, False),
+        (100, 3, True),
+        (10**6, 1000, False),
+        (10**6, 1001, True),
+    ):
         measured.zero_()
         model.set_step(step, max_iters)
         assert (measured != 0) == expected

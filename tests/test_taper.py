@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch._dynamo
 from coupled_shape import IDX, TARGETS
 from helpers import TINY, close, draw, events, same, shake
 from hf_models import save as hf_save
 from hf_models import tiny as hf_tiny
+from torch._dynamo.testing import CompileCounter
 
 import train
 from common.errors import ConfigError
@@ -65,6 +65,12 @@ def train_to(model, step, lr=1e-2):
         (loss + aux).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def centred_and_scale(h, base, eps=0.1):
+    """What a norm of this base divides, and what it divides by."""
+    centred = h - h.mean(-1, keepdim=True) if base == "layer" else h
+    return centred, (centred.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def step_of(norm, step):
@@ -149,8 +155,7 @@ def test_a_warm_model_trains_as_its_base_bit_for_bit(base):
 @pytest.mark.parametrize("base", BASES)
 def test_low_precision(base, phase, dtype):
     norm, x = step_of(taper(base), PHASES[phase]).float().eval(), (1e4 * draw(2, 5, 16)).to(dtype)
-    with torch.no_grad():
-        norm.scale.fill_(1e-4)
+    norm.scale.fill_(1e-4)
     y = norm(x)[0]
     exact = copy.deepcopy(norm).double()(x.double())[0]
     assert y.dtype == dtype and y.isfinite().all()
@@ -181,17 +186,13 @@ def test_calibration_and_the_maps_that_follow(base, fit):
     plain = (LayerNorm if base == "layer" else RMSNorm)(16, 0.1, **keys)
     norm = shake(TaperNorm(plain, TaperSchedule(3, 7), fit == "channel")).train()
 
-    def split(h):
-        centred = h - h.mean(-1, keepdim=True) if base == "layer" else h
-        return centred, (centred.square().mean(-1, keepdim=True) + 0.1).sqrt()
-
     rows = []
     for step in range(3):
         h = (1 + step) * draw(4, 6, 16, seed=step) * torch.linspace(0.2, 3, 16)
         h[..., 5] *= base == "layer"
         norm.set_step(step + 1, ITERS)
         norm(h)
-        centred, r = split(h)
+        centred, r = centred_and_scale(h, base)
         rows.append(EMA_DECAY ** ((2 - step) / 2) * torch.stack([centred, centred / r]))
     gain = gain_tilde = torch.ones(16, dtype=torch.float64)
     with torch.no_grad():
@@ -214,7 +215,7 @@ def test_calibration_and_the_maps_that_follow(base, fit):
         assert abs(norm.scale - ungained) > 1e-3  # so the gain of the moment counts
     close(norm.scale, expected, 1e-7)  # the rate of the average is a float32
     h = draw(2, 5, 16, seed=9) + 0.5
-    centred, r = split(h)
+    centred, r = centred_and_scale(h, base)
     bias = 0.0 if norm.base.bias is None else norm.base.bias
     fixed, normed = norm.scale * centred * gain_tilde + bias, centred / r * gain + bias
     assert norm.gate == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
@@ -258,8 +259,7 @@ def test_gpt2_of_hugging_face_begins_as_it_is(tmp_path):
     model, idx = GPT(replace(source.config, **keys)), torch.randint(67, (2, 16))
     init_from(model, str(tmp_path))
     source, model = source.double(), model.double()
-    with torch.no_grad():
-        close(model.eval()(idx), source(idx))  # warm: the very same function
+    close(model.eval()(idx), source(idx))  # warm: the very same function
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -311,11 +311,6 @@ def test_a_state_dict_restores_the_phase(base, phase, training):
 # --------------------------------------------------------------------------------- the scale anchor
 
 
-def scales(h, base, eps=0.1):
-    centred = h - h.mean(-1, keepdim=True) if base == "layer" else h
-    return (centred.square().mean(-1) + eps).sqrt()
-
-
 def anchor(base, weight=0.3):
     return ScaleAnchor(replace(SHAPE, taper_base=base, taper_anchor=weight, norm_eps=0.1)).double()
 
@@ -329,7 +324,7 @@ def test_anchor_target_is_bias_corrected_and_frozen_when_the_taper_starts(base):
         for micro_batch in h.split([1, 3]):
             norm(micro_batch)
         assert torch.is_tensor(norm.loss) == (step > 3)  # no loss before the target is fixed
-        means.append(scales(h, base).mean())
+        means.append(centred_and_scale(h, base)[1].mean())
     weights = torch.tensor([EMA_DECAY ** (2 - k) for k in range(3)], dtype=torch.float64)
     expected = (weights * torch.stack(means[:3])).sum() / weights.sum()
     close(norm.target.value(), expected.view(1), 1e-6)
@@ -345,13 +340,12 @@ def test_anchor_loss_and_gradient(base):
     norm(3 * draw(4, 6, 16) + 1)
     norm.set_step(4, ITERS)
     norm(h)
-    target, s = norm.target.value(), scales(h, base)
-    close(norm.loss, 0.3 * (s - target).square().mean())
+    centred, s = centred_and_scale(h, base)
+    error = s - norm.target.value()
+    close(norm.loss, 0.3 * error.square().mean())
     norm.loss.backward()
-    with torch.no_grad():
-        centred = h - h.mean(-1, keepdim=True) if base == "layer" else h
-        close(h.grad, 2 * 0.3 / 24 * ((s - target) / s)[..., None] * centred / 16)
-        assert h.grad.abs().max() > 1e-4
+    close(h.grad, 2 * 0.3 / 24 * error / s * centred / 16)
+    assert h.grad.abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("final", [False, True])
@@ -368,7 +362,7 @@ def test_anchor_in_a_model(phase, final):
     if phase == "warm":
         assert aux == 0
     else:
-        s = scales(streams[0], "rms", SHAPE.norm_eps)
+        _, s = centred_and_scale(streams[0], "rms", SHAPE.norm_eps)
         close(aux, 0.3 * (s - model.norm_f.anchor.target.value()).square().mean())
         assert aux > 1e-6
     assert model.eval()(IDX, TARGETS)[1] == 0
@@ -378,15 +372,10 @@ def test_anchor_in_a_model(phase, final):
 
 
 def test_three_graphs_and_none_for_a_gate_that_moves():
-    graphs = []
-
-    def counting(module, inputs):
-        graphs.append(module)
-        return module.forward
-
     torch._dynamo.reset()
     model, eager = (gpt(n_layer=1, taper_base="layer", taper_anchor=0.1) for _ in range(2))
-    compiled, counts = torch.compile(model, backend=counting, fullgraph=True), []
+    graphs, counts = CompileCounter(), []
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
     for step in range(1, 10):
         pairs = []
         for this, call in ((model, compiled), (eager, eager)):
@@ -394,7 +383,7 @@ def test_three_graphs_and_none_for_a_gate_that_moves():
             pairs.append(torch.stack(call(IDX, TARGETS)))
             pairs[-1].sum().backward()
         close(*pairs)
-        counts.append(len(graphs))
+        counts.append(graphs.frame_count)
     assert counts == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
         close(parameter.grad, other.grad)

@@ -165,8 +165,8 @@ def test_ranks_end_together(launch, train_ok, tiny_data, tmp_path, fault, keys, 
     job = launch(*words, ranks=2, patch=(fault, keys))
     assert job.wait() == [1, 1] and "Traceback" not in job.text()
     errors = [line for line in job.text().splitlines() if line.startswith("error:")]
-    own = [line for line in errors if "has lost another rank" not in line]
-    assert told in own[0] and len(own) == 1
+    [own] = [line for line in errors if "has lost another rank" not in line]
+    assert told in own
     assert (out / "log.jsonl").exists() == (fault != "other_data")
     if fault == "nan_loss":  # what is left is good
         assert torch.load(out / "ckpt_last.pt", weights_only=True)["step"] == 5
@@ -294,8 +294,7 @@ def test_low_precision_trains(train_ok, tiny_data, tmp_path, dtype, kind):
 
 
 def test_log_format(train_ok, tiny_data, tmp_path):
-    words = (*TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
-    train_ok(*words)
+    train_ok(*TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
     start, *_, end = records(tmp_path)
     assert {"event", "config", "git", "versions", "device", "n_params"} <= start.keys()
     assert sorted(val_losses(tmp_path)) == [0, 20, 40]

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from fold import analyze
 
+X = draw(2, 4, C)
+
 
 def pow_and_sqrt(x: Tensor, axis: int) -> Tensor:
     mean = x.mean(axis, keepdim=True)
@@ -73,11 +75,11 @@ FOLDS = [
 def test_a_module_by_hand_folds(normalise, bias, forward):
     norm = Hand(normalise, bias, first=forward is channels_first)
     model = net(forward, norm=norm)
-    after, certificate = folded(model, (draw(2, 4, C),), 1)
+    after, certificate = folded(model, (X,), 1)
     assert after.norm.swap.eps == 1e-6 and after.state_dict().keys() == model.state_dict().keys()
     assert after.norm.swap.axis == (1 if forward is channels_first else -1)
     assert certificate.checks[-1].inputs == "resized"
-    assert analyze(model, (draw(2, 4, C),)).rows[0].by_hand
+    assert analyze(model, (X,)).rows[0].by_hand
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,6 @@ def test_a_module_by_hand_folds(normalise, bias, forward):
     ],
 )
 def test_what_is_another_norm_or_stays(forward, normalise, expected, why):
-    report = analyze(net(forward, norm=Hand(normalise)), (draw(2, 4, C),))
+    report = analyze(net(forward, norm=Hand(normalise)), (X,))
     assert counts(report)[:2] == expected
     assert not why or why in report.rows[-1].reason

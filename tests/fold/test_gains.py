@@ -81,8 +81,7 @@ def test_a_norm_and_two_linears(norm, bias):
 
 def heads(m, x):
     """A gain of each head's channels, read by a linear that has all heads side by side."""
-    y = m.norm(x.unflatten(-1, (2, 4)))
-    return m.a(y.flatten(-2))
+    return m.a(m.norm(x.unflatten(-1, (2, 4))).flatten(-2))
 
 
 def twice(m, x):
@@ -161,8 +160,7 @@ STAYS = {
 def test_what_anything_else_reads_stays(name):
     """Beside it a norm that folds, so that there is a certificate."""
     read, why = STAYS[name]
-    size = 3 if name == "other axis" else 8
-    norm = OnePlus(size)
+    norm = OnePlus(3 if name == "other axis" else 8)
     model = net(
         lambda m, x: (read(m, x), m.c(m.other(x))),
         norm=norm,
@@ -174,9 +172,8 @@ def test_what_anything_else_reads_stays(name):
     assert certificate.ok and certificate.folded == 1
     assert why in certificate.refusals["norm.weight"]
     assert torch.equal(after.norm.weight, model.norm.weight)
-    alone = net(read, norm=norm, a=model.a)
     with pytest.raises(FoldError, match=r"none of its norms.*norm.weight stays: "):
-        fold_gains(alone, (X,))
+        fold_gains(net(read, norm=norm, a=model.a), (X,))
 
 
 def test_a_bias_that_stays_where_the_gain_is_0_keeps_the_gain():

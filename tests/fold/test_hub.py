@@ -51,9 +51,9 @@ def folder(tmp_path):
     return make
 
 
+@torch.no_grad()
 def run(model, inputs):
-    with torch.no_grad():
-        return model.eval()(**inputs)[0]
+    return model.eval()(**inputs)[0]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ A damaged file ends in one line that names the entry.
 
 import copy
 import math
+import re
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -198,9 +199,8 @@ def test_a_damaged_entry_is_named(state, tmp_path, place, value, part):
     """By whoever reads the file. A run that is resumed takes its other checkpoint."""
     path = tmp_path / LAST
     torch.save(damaged(state, place, value), path)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))}.*{re.escape(part)}"):
         read_checkpoint(path)
-    assert str(path) in str(caught.value) and part in str(caught.value)
     torch.save(state, tmp_path / BEST)
     found = find_checkpoint(tmp_path, "auto")
     assert found.path.name == BEST and part in found.problem
@@ -225,9 +225,10 @@ def test_a_damaged_entry_is_named(state, tmp_path, place, value, part):
 def test_config_and_weights_that_do_not_fit(state, tmp_path, place, value, part):
     path = tmp_path / LAST
     torch.save(damaged(state, place, value), path)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(
+        CheckpointError, match=f"{re.escape(str(path))}.*{re.escape(part)}"
+    ) as caught:
         load_model(str(path))
-    assert str(path) in str(caught.value) and part in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
@@ -284,10 +285,9 @@ def test_another_model_names_the_key(key, value, more, state):
     config = model_config(state["config"], path)
     # These decide no tensor.
     check_same_model(asdict(config), replace(config, dropout=0.1, init="torch"), path)
-    with pytest.raises(CheckpointError) as error:
-        check_same_model(asdict(config), replace(config, **{key: value}, **more), path)
     told = f"{path} is of another model: {key}={getattr(config, key)!r} there, {value!r} here"
-    assert told in str(error.value)
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        check_same_model(asdict(config), replace(config, **{key: value}, **more), path)
 
 
 def test_find_checkpoint(state, tmp_path):

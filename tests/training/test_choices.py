@@ -92,12 +92,8 @@ def test_a_run_says_what_it_chose_and_keeps_it(train_ok, tiny_data, tmp_path):
     job = train_ok(*words(tiny_data, out, "--dtype=bfloat16", "--max_iters=10"))
     chosen = "compile=False, merge_micro_batches=2"
     assert job.text().startswith(f"{chosen}: chosen for this run")
-    start = records(out)[0]["config"]
-    assert (start["dtype"], start["compile"], start["merge_micro_batches"]) == (
-        "bfloat16",
-        False,
-        2,
-    )
+    told = {"dtype": "bfloat16", "compile": False, "merge_micro_batches": 2}
+    assert records(out)[0]["config"].items() >= told.items()
     # resumed without a word about them
     job = train_ok(*words(tiny_data, out, "--max_iters=20", "--learning_rate=0.01"))
     assert job.text().startswith(f"dtype=bfloat16, {chosen}: as when the run began")

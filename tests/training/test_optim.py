@@ -46,8 +46,7 @@ def give_gradients(model, seed: int) -> None:
 
 def update(model, optimizer, bad=0.0, clip=0.0, scaler=None):
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    dtype = next(model.parameters()).dtype
-    bad = torch.tensor(bad, dtype=dtype)
+    bad = torch.tensor(bad, dtype=next(model.parameters()).dtype)
     return guarded_update(optimizer, scaler, list(model.parameters()), clip, bad)
 
 
@@ -83,8 +82,7 @@ def test_update_is_that_of_separate_parameters(clip, dtype, monkeypatch):
     model, optimizer = make(dtype)
     apart = [torch.nn.Parameter(matrix) for matrix in matrices(model)]
     muon = torch.optim.Muon(apart, LR, DECAY, adjust_lr_fn="match_rms_adamw")
-    other = copy.deepcopy(model)
-    adamw = make_optimizer(other, LR, (0.9, 0.95), 1e-8, DECAY)
+    other, adamw = make(dtype, "adamw")  # the same weights
     for seed in range(3):
         give_gradients(model, seed)
         give_gradients(other, seed)
