@@ -186,14 +186,14 @@ def test_a_step_is_train_pys(norm, train_ok, tiny_data, tmp_path, models):
     config, _ = parse_args(
         TrainBenchConfig, [*words, f"--arms={' '.join([norm, *keys])}", "--controls=False"]
     )
-    loader = TrainLoader(Blocks(str(tiny_data), "train", 16, 60), 2, 4, config.seed)
+    loader = TrainLoader(Blocks(str(tiny_data), "train", 16, 60), 2, 2, config.seed)
     stream = loader.batches(1, 0, 1, pin=False)
-    batches = [next(stream) for _ in range(4)]
+    batches = [next(stream) for _ in range(2)]
     # train.py takes the vocabulary from the data
     arm = all_arms(dataclasses.replace(config, n_vocab=60))[0]
     step = build_step(settle(arm, CPU), batches, CPU, "")
     step()
-    batches[:] = [next(stream) for _ in range(4)]
+    batches[:] = [next(stream) for _ in range(2)]
     step()
     mine = models[-1].state_dict()
     assert mine.keys() == trained.keys()
@@ -257,7 +257,7 @@ def test_a_run_writes_table_and_records(tmp_path, capsys, upstream):
     for name, row in records.items():
         own = row["seconds"]
         assert len(own) == 3 and min(own) > 0
-        assert row["tokens_per_s"] == pytest.approx(2 * 4 * 16 / sorted(own)[1])
+        assert row["tokens_per_s"] == pytest.approx(2 * 2 * 16 / sorted(own)[1])
         assert set(row["speed_over"]) == {"coupled", "rms", "nanogpt"} - {name}
         for base, ratio in row["speed_over"].items():
             assert ratio == paired_ratio(records[base]["seconds"], own)

@@ -382,7 +382,7 @@ def test_transformers_works_beside_our_folder_named_kernels(tmp_path):
     about = site / f"kernels-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
-    cases = [(first, paths) for first in FIRST for paths in ([str(ROOT)], [str(ROOT), str(site)])]
+    cases = list(zip(FIRST, ([str(ROOT), str(site)], [str(ROOT)]), strict=False))
     program = f"CASES = {cases}\n" + USE_BOTH
     done = run_python("-c", program, cwd=tmp_path)
 
