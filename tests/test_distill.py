@@ -310,10 +310,12 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
 # --------------------------------------------------------------------------------------------- text
 
 
+TOKENIZER = text.teacher_tokenizer({"tokenizer": "bytes"}, 257)
+
+
 def test_blocks_pack_documents():
     documents = [Document("abc", ""), Document("", "empty"), Document("defgh", "")]
-    tokenizer = text.teacher_tokenizer({"tokenizer": "bytes"}, 257)
-    packed = list(text.blocks(iter(documents), tokenizer, 4, "a file"))
+    packed = list(text.blocks(iter(documents), TOKENIZER, 4, "a file"))
     assert torch.stack(packed).tolist() == [[256, 97, 98, 99], [256, 100, 101, 102]]
     stream = [torch.tensor([i]) for i in range(100)]
     mixed = [int(block) for block in text.shuffled(iter(stream), 10, seed=3)]
@@ -342,10 +344,9 @@ def test_chats_go_through_the_teachers_template(monkeypatch, tmp_path):
 def test_rows_without_text_are_told(tmp_path):
     (tmp_path / "a.jsonl").write_text('not json\n{"foo": 1}\n')
     documents = text.read_files([tmp_path / "a.jsonl"])
-    tokenizer = text.teacher_tokenizer({"tokenizer": "bytes"}, 257)
     told = r"a.jsonl: no row with .*1 times broken JSON, 1 times no \"text\"\): a row needs"
     with pytest.raises(DataError, match=told):
-        list(text.blocks(documents, tokenizer, 4, "a.jsonl"))
+        list(text.blocks(documents, TOKENIZER, 4, "a.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -201,9 +201,8 @@ def test_signals_are_noted(how, raised, code, said):
 
 def test_a_reader_that_leaves_does_not_end_the_training(tiny_data, tmp_path):
     """As `python train.py ... | head -1`."""
-    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
     process = subprocess.Popen(
-        [sys.executable, "train.py", *words],
+        [sys.executable, "train.py", *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -288,8 +287,13 @@ def test_blocks_that_are_computed_again_train_alike(train_ok, tiny_data, tmp_pat
     ("dtype", "kind"), [("bfloat16", "adamw"), ("float16", "adamw"), ("float16", "muon")]
 )
 def test_low_precision_trains(train_ok, tiny_data, tmp_path, dtype, kind):
-    words = (f"--dtype={dtype}", f"--optimizer={kind}", f"--data_dir={tiny_data}")
-    train_ok(*TINY, *words, f"--out_dir={tmp_path}")
+    train_ok(
+        *TINY,
+        f"--dtype={dtype}",
+        f"--optimizer={kind}",
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path}",
+    )
     assert losses(tmp_path)[40] < 0.8 * losses(tmp_path)[1]
 
 

@@ -23,6 +23,7 @@ from fold.certificate import run
 from fold.modules import FoldedNorm
 
 X = draw(2, 4, C)
+IDS = torch.arange(11)[None]
 
 
 def in_place(m, x):
@@ -393,13 +394,13 @@ def tied() -> nn.Module:
 
 
 def test_tied_head():
-    model, ids = tied(), torch.arange(11)[None]
-    report = analyze(model, (ids,))
+    model = tied()
+    report = analyze(model, (IDS,))
     assert counts(report) == (2, 0, 2, 2, 1) and report.worth
     assert "centring wte.weight would show in linear in head" in report.rows[0].reason
-    untied, _ = folded(model, (ids,), 2, untie=True)
+    untied, _ = folded(model, (IDS,), 2, untie=True)
     assert torch.equal(untied.head.weight, model.head.weight)
-    centred, certificate = folded(model, (ids,), 2, insert=True)
+    centred, certificate = folded(model, (IDS,), 2, insert=True)
     assert certificate.inserted == 1 and centred.wte.weight is centred.head.weight
     assert fold(model, report)[1].folded == 0
 
@@ -407,17 +408,17 @@ def test_tied_head():
 @pytest.mark.parametrize("first", ["wte", "head"])
 def test_an_untied_model_is_not_taken_for_a_tied_one(first):
     """Loading gives both names the last of two values: right, if that is the uncentred one."""
-    model, ids = tied(), torch.arange(11)[None]
+    model = tied()
     if first == "head":
         model._modules["wte"] = model._modules.pop("wte")
-    untied, _ = folded(model, (ids,), 2, untie=True)
-    wrong = untied if first == "head" else fold_gains(model, (ids,))[0]
+    untied, _ = folded(model, (IDS,), 2, untie=True)
+    wrong = untied if first == "head" else fold_gains(model, (IDS,))[0]
     with pytest.raises(RuntimeError, match="untied"):
         copy.deepcopy(model).load_state_dict(wrong.state_dict())
     if first == "wte":
-        expected = model(ids)["logits"]
+        expected = model(IDS)["logits"]
         model.load_state_dict(untied.state_dict())
-        close(model(ids)["logits"], expected)
+        close(model(IDS)["logits"], expected)
 
 
 def test_a_folded_norm_that_checks():
@@ -450,16 +451,16 @@ def test_a_wrong_fold_is_rolled_back():
 
 def test_after_a_fold():
     """float32: compiled; the memory is the same."""
-    model, ids = tied().float(), torch.arange(11)[None]
-    after, _ = folded(model, (ids,), 2, insert=True)
+    model = tied().float()
+    after, _ = folded(model, (IDS,), 2, insert=True)
     sizes = [sum(p.numel() for p in one.parameters()) for one in (model, after)]
     assert sizes[0] == sizes[1] and after.state_dict().keys() == model.state_dict().keys()
     compiled = torch.compile(after, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(ids)["logits"], after(ids)["logits"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compiled(IDS)["logits"], after(IDS)["logits"], rtol=1e-5, atol=1e-5)
 
 
-def step(model, optimizer, ids) -> float:
-    loss = F.cross_entropy(model(ids)["logits"].flatten(0, 1), ids.flatten().roll(1))
+def step(model, optimizer) -> float:
+    loss = F.cross_entropy(model(IDS)["logits"].flatten(0, 1), IDS.flatten().roll(1))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -469,13 +470,13 @@ def step(model, optimizer, ids) -> float:
 @pytest.mark.parametrize("insert", [False, True])
 def test_cbwc_trains_as_layer_norm_does(insert):
     """A tied head, weight decay, 50 steps in float64: losses and all parameters stay together."""
-    model, ids = tied(), torch.arange(11)[None]
-    cbwc = parametrize_cbwc(model, analyze(model, (ids,)), insert=insert)
+    model = tied()
+    cbwc = parametrize_cbwc(model, analyze(model, (IDS,)), insert=insert)
     assert sum(isinstance(module, FoldedNorm) for module in cbwc.modules()) == 2
     runs, model_ = [], copy.deepcopy(model)
     for net_ in (model_, cbwc):
         optimizer = torch.optim.AdamW(net_.parameters(), lr=1e-2, weight_decay=0.1)
-        runs.append([step(net_, optimizer, ids) for _ in range(50)])
+        runs.append([step(net_, optimizer) for _ in range(50)])
     torch.testing.assert_close(*map(torch.tensor, runs), rtol=0, atol=1e-10)
     assert runs[0][-1] < 0.5 * runs[0][0]
     trained = {

@@ -172,8 +172,7 @@ def test_clipping_and_the_norms_reported(clip):
 )  # fmt: skip
 def test_learning_rate(schedule, keys, step, expected):
     given = {"warmup_iters": 10, "max_iters": 100, "lr_schedule": schedule}  # 6e-4 to 6e-5
-    config = TrainConfig(**given | keys)
-    assert learning_rate(step, config) == pytest.approx(expected, rel=1e-12)
+    assert learning_rate(step, TrainConfig(**given | keys)) == pytest.approx(expected, rel=1e-12)
 
 
 def moments(model, optimizer) -> dict:

@@ -54,8 +54,7 @@ def test_the_largest_logit_is_that_of_all_scores(window):
     largest = float(products[..., sees].max())
     mask = sees if window else None
     assert float(largest_logit(q, k, mask, 0.25)) == pytest.approx(largest / 4, rel=1e-6)
-    default = float(largest_logit(q, k, mask, None))
-    assert default == pytest.approx(largest / 8**0.5, rel=1e-6)
+    assert float(largest_logit(q, k, mask, None)) == pytest.approx(largest / 8**0.5, rel=1e-6)
 
 
 def test_of_a_model_it_is_the_largest_of_all_layers():

@@ -20,8 +20,7 @@ def train(tiny_data, tmp_path):
     """train(*words): one run in out/, or the rest of it."""
 
     def run(*words: str) -> None:
-        keys = (*TINY, "--device=cpu", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'out'}")
-        main([*keys, *words])
+        main([*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'out'}", *words])
 
     return run
 
