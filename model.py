@@ -9,7 +9,7 @@ V vocabulary.
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -449,9 +449,9 @@ class Block(nn.Module):
     The norms add: `delta` is the output of the last sublayer, and the next norm adds it to x.
     """
 
-    def __init__(self, config: GPTConfig, plan: NormPlan, index: int):
+    def __init__(self, config: GPTConfig, plan: NormPlan, index: int, norms: Sequence[Place]):
         super().__init__()
-        self.norm1, norm2 = (plan.place(2 * index + part) for part in range(2))
+        self.norm1, norm2 = norms
         self.attn = Attention(config, plan, index)
         self.norm2 = norm2  # after attn, so that parameters are in the order of older models
         self.mlp = MLP(config, plan)
@@ -494,8 +494,8 @@ class FoldedBlock(Block):
     many tokens. (In eager mode the folded weight is written to memory, and nothing is fused.)
     """
 
-    def __init__(self, config: GPTConfig, plan: NormPlan, index: int):
-        super().__init__(config, plan, index)
+    def __init__(self, config: GPTConfig, plan: NormPlan, index: int, norms: Sequence[Place]):
+        super().__init__(config, plan, index, norms)
         self.impl = config.coupled_impl
 
     def forward(self, x, delta, inv_rms, rope, cache):
@@ -558,14 +558,14 @@ def add_matmul(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
     return total.view(x.shape)
 
 
-def make_block(config: GPTConfig, plan: NormPlan, index: int) -> Block:
-    """Return block `index`: a FoldedBlock if norm2 is s and coupled_impl is not scale.
+def make_block(config: GPTConfig, plan: NormPlan, index: int, norms: Sequence[Place]) -> Block:
+    """Return block `index` of two norms: a FoldedBlock if norm2 is s and coupled_impl is not scale.
 
     norm1 is never folded, even where it is s too (coupled_span > 1).
     """
     if plan.letters[2 * index + 1] == SHARED and config.coupled_impl != "scale":
-        return FoldedBlock(config, plan, index)
-    return Block(config, plan, index)
+        return FoldedBlock(config, plan, index, norms)
+    return Block(config, plan, index, norms)
 
 
 class GPT(nn.Module):
@@ -587,10 +587,12 @@ class GPT(nn.Module):
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.norm_e = self.plan.embedding_norm()  # of the embeddings; None in most plans
         self.dropout = nn.Dropout(config.dropout)
+        places = self.plan.places()
         self.blocks = nn.ModuleList(
-            make_block(config, self.plan, index) for index in range(config.n_layer)
+            make_block(config, self.plan, index, places[2 * index : 2 * index + 2])
+            for index in range(config.n_layer)
         )
-        self.norm_f = self.plan.place(2 * config.n_layer)
+        self.norm_f = places[-1]
         self.lm_head = None  # None: the head shares the weight of wte
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)

@@ -194,7 +194,7 @@ class LoneBlock(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
-        self.block = make_block(config, plan, 0)
+        self.block = make_block(config, plan, 0, plan.places()[:2])
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.bfloat16()
