@@ -387,20 +387,3 @@ def test_three_graphs_and_none_for_a_gate_that_moves():
     assert counts == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
         close(parameter.grad, other.grad)
-
-
-def test_alpha_is_set_at_the_start_and_again(tiny_data, tmp_path, monkeypatch, capsys):
-    """Of the coupled norms: before the first step, and after steps 5 and 10. The bar of a terminal
-    tells all steps.
-    """
-    calls = []
-    monkeypatch.setattr(train, "calibrate", lambda model, x: calls.append(x))
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    train.main(
-        [
-            *TINY,
-            *("--norm_type=coupled", "--coupled_calibrate=5", "--max_iters=12"),
-            *(f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"),
-        ]
-    )
-    assert len(calls) == 3 and " 12/12 " in capsys.readouterr().err

@@ -31,6 +31,7 @@ from helpers import (
 )
 
 import common.fingerprint
+import train
 from common import environment
 from common.fingerprint import data_difference
 from evidence.runs import Run
@@ -295,6 +296,23 @@ def test_low_precision_trains(train_ok, tiny_data, tmp_path, dtype, kind):
         f"--out_dir={tmp_path}",
     )
     assert losses(tmp_path)[40] < 0.8 * losses(tmp_path)[1]
+
+
+def test_alpha_is_set_at_the_start_and_again(tiny_data, tmp_path, monkeypatch, capsys):
+    """Of the coupled norms: before the first step, and after steps 5 and 10. The bar of a terminal
+    tells all steps.
+    """
+    calls = []
+    monkeypatch.setattr(train, "calibrate", lambda model, x: calls.append(x))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    train.main(
+        [
+            *TINY,
+            *("--norm_type=coupled", "--coupled_calibrate=5", "--max_iters=12"),
+            *(f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"),
+        ]
+    )
+    assert len(calls) == 3 and " 12/12 " in capsys.readouterr().err
 
 
 def test_log_format(train_ok, tiny_data, tmp_path):
