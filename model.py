@@ -559,7 +559,7 @@ def add_matmul(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
 
 
 def make_block(config: GPTConfig, plan: NormPlan, index: int, norms: Sequence[Place]) -> Block:
-    """Return block `index` of two norms: a FoldedBlock if norm2 is s and coupled_impl is not scale.
+    """Return block `index` of its two places: a FoldedBlock if coupled_impl may fold norm2, an s.
 
     norm1 is never folded, even where it is s too (coupled_span > 1).
     """

@@ -327,7 +327,7 @@ class NormPlan:
     # The norms. Letters have numbers: 0 .. 2L the inputs, then 2L outputs, then the embedding.
 
     def places(self) -> list[Place]:
-        """Return all places of the stream: two a block, and the one before the head."""
+        """Build all places of the stream: two a block, and the one before the head."""
         return [self.place(index) for index in range(2 * self.n_layer + 1)]
 
     def place(self, index: int) -> Place:

@@ -1,6 +1,7 @@
 """Fixtures; what tests import by name is in helpers.py."""
 
 import gc
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # or extension modules report leaks at the end
+    for process in multiprocessing.active_children():  # or Python would wait for one that hangs
+        process.kill()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Triton's interpreter, nearer to a GPU and faster: imported before any kernel.
 
 Triton decides when it is imported: without a GPU its kernels run in the interpreter, on CPU
-tensors. It does for each operation what need be done only once.
+tensors. Here is done once what Triton does for each operation.
 """
 
 import functools
@@ -75,13 +75,16 @@ def make_tensor(self, handle, type):
     self.shape, self.numel = sizes((*type.shape,) if type.is_block() else ())
 
 
-interpreter.InterpreterBuilder.cast_impl = cast_as_a_gpu
-interpreter._patch_builtin = patch_builtins
-interpreter._patch_lang = patch_languages
-interpreter._get_np_dtype = numpy_type
-core.block_type.__init__ = make_block
-core.tensor.__init__ = make_tensor
-interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+if os.environ["TRITON_INTERPRET"] == "1":
+    interpreter.InterpreterBuilder.cast_impl = cast_as_a_gpu
+    interpreter._patch_builtin = patch_builtins
+    interpreter._patch_lang = patch_languages
+    interpreter._get_np_dtype = numpy_type
+    core.block_type.__init__ = make_block
+    core.tensor.__init__ = make_tensor
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
 
 if version("triton").startswith("3.6"):  # its interpreter does not count with numpy 2.4
 

@@ -4,9 +4,11 @@
 
 What it is called with (`-c CODE ...`, `-m MODULE ...`, `FILE ...`) runs in a fork of the server of
 helpers.py, with the folder, environment, stdout and stderr of the call. The call stays until that
-ends, passes signals on, and takes the fork with it if it is killed.
+ends, passes SIGTERM, SIGINT and SIGHUP on, and takes the fork with it if it is killed. Its stdin
+and other open files stay with it.
 """
 
+import contextlib
 import os
 import runpy
 import signal
@@ -14,6 +16,8 @@ import sys
 import threading
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
+
+ONE_AT_A_TIME = threading.Lock()  # a start looks after all processes, as a join does
 
 
 def write_python(folder: Path) -> Path:
@@ -34,24 +38,29 @@ def serve(listener: Listener) -> None:
 
 
 def answer(caller: Connection) -> None:
+    """Start the fork that a call asks for, pass on its signals, and tell it the exit code."""
     from helpers import FORKS
 
-    process = FORKS.Process(target=run, args=caller.recv())
-    process.start()
-    number = None
-    while number != signal.SIGKILL and caller in wait([caller, process.sentinel]):
-        try:
-            number = caller.recv()
-        except EOFError:
+    with caller, contextlib.suppress(BrokenPipeError):
+        process = FORKS.Process(target=run, args=caller.recv())
+        with ONE_AT_A_TIME:
+            process.start()
+        while process.sentinel not in wait([caller, process.sentinel]):
             number = signal.SIGKILL
-        os.kill(process.pid, number)
-    process.join()
-    if number != signal.SIGKILL:
+            with contextlib.suppress(EOFError):  # the call was killed
+                number = caller.recv()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        with ONE_AT_A_TIME:
+            process.join()
         caller.send(process.exitcode)
 
 
 def run(words: tuple[str, ...], folder: str, environment: dict[str, str], caller: int) -> None:
-    """In the fork: what Python does with these words."""
+    """In the fork: what Python does with these words, on one core."""
+    import torch
+
+    torch.set_num_threads(1)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

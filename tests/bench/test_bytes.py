@@ -157,10 +157,14 @@ def test_a_chunk_of_the_loss_writes_logits_and_their_gradient_alone():
 # What is counted anew, as all others would take half an hour: arm -> streams beside the block alone
 TODAY = {
     "rms": (),
+    "layer": (),
     "cbwc": (),
+    "coupled, full gradient": (),
     "coupled": ("float32",),
     "coupled, fold": ("autocast",),
 }
+# it adds the gradients of two paths within a norm's backward kernel
+OLDER = torch.__version__.startswith("2.11.")
 
 
 def recorded(folder) -> dict[str, dict[str, float]]:
@@ -188,7 +192,9 @@ def test_the_table_in_results_is_todays():
         if row[name] != pytest.approx(LEDGER[arm][name], rel=1e-3)
     }
     assert {name for row in found.values() for name in row} == LEDGER["rms"].keys()
-    assert not changed
+    assert changed == (
+        {(arm, "one block") for arm in ("layer", "coupled, full gradient")} if OLDER else set()
+    )
 
 
 def test_what_norms_move_in_the_step_of_training():

@@ -382,7 +382,7 @@ def test_transformers_works_beside_our_folder_named_kernels(tmp_path):
     about = site / f"kernels-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
-    cases = list(zip(FIRST, ([str(ROOT), str(site)], [str(ROOT)]), strict=False))
+    cases = [(first, [str(ROOT), str(site)]) for first in FIRST]
     program = f"CASES = {cases}\n" + USE_BOTH
     done = run_python("-c", program, cwd=tmp_path)
 

@@ -48,7 +48,7 @@ def spaced_data(tmp_path_factory) -> Path:
     "keys",
     [
         # It centres whole weights: a share's own column means would give other losses at once.
-        ("--norm_type=cbwc",),
+        ("--norm_type=cbwc", "--gradient_accumulation_steps=4"),
         keys_of("taper"),
         # What reads hidden states before the first step, and a weight folded with another one
         ("--norm_type=coupled", "--coupled_impl=fold", "--coupled_calibrate=5", "--bias=False"),
