@@ -59,9 +59,9 @@ def gpt(steps=0, **keys):
     return model.eval()
 
 
-def certified(model, rewrite):
+def certified(model, rewrite, **options):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    after, certificate = certify(model, rewrite, (tokens(2, 12),))
+    after, certificate = certify(model, rewrite, (tokens(2, 12),), **options)
     # as it was
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     return after, certificate
