@@ -159,12 +159,16 @@ def write_items(path: Path, count: int) -> Path:
 
 
 def run_python(
-    *words: object, cwd: Path = ROOT, code: int | None = 0, **env: str
+    *words: object,
+    cwd: Path = ROOT,
+    code: int | None = 0,
+    python: str | Path = sys.executable,
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python as a user starts it, with these variables as well. `code` (None: any) is how it
-    must end.
+    must end. `python` may be warm_python's.
     """
-    command = [sys.executable, *map(str, words)]
+    command = [python, *map(str, words)]
     keys = {"capture_output": True, "text": True, "timeout": 1200}
     done = subprocess.run(command, cwd=cwd, env=os.environ | env, **keys)
     assert code in (None, done.returncode), done.stdout[-2000:] + done.stderr[-2000:]

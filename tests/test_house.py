@@ -123,7 +123,7 @@ def test_the_root_holds_what_people_run_or_read_first():
         ("fold", {"model", "norms", "hf", "load", "transformers"}),
         ("kernels", {"model", "norms", "fold"}),
         ("report", {"torch", "model"}),
-        ("hf.weights", {"transformers"}),
+        ("hf.weights, train, sample, convert, bench.fold", {"transformers"}),
     ],
 )
 def test_what_a_part_does_without_is_not_loaded(room, absent):

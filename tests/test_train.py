@@ -29,6 +29,7 @@ from helpers import (
     weights,
     write_tiny_shards,
 )
+from warm_python import write_python
 
 import common.fingerprint
 import train
@@ -191,13 +192,14 @@ print(stop.name)
     ("how", "raised", "code", "said"),
     [
         ("", [signal.SIGINT], 0, "SIGINT\n"),
-        ("", [signal.SIGINT] * 2, -signal.SIGINT, ""),  # a second Ctrl-C ends at once
+        ("", [signal.SIGINT] * 2, 128 + signal.SIGINT, ""),  # a second Ctrl-C ends at once
         ("", [signal.SIGHUP], 0, "SIGHUP\n"),
         ("nohup", [signal.SIGHUP], 0, "\n"),  # a closed terminal is nothing
     ],
 )
-def test_signals_are_noted(how, raised, code, said):
-    assert run_python("-c", NOTED, how, *map(int, raised), code=code).stdout == said
+def test_signals_are_noted(how, raised, code, said, tmp_path):
+    words = ("-c", NOTED, how, *map(int, raised))
+    assert run_python(*words, code=code, python=write_python(tmp_path)).stdout == said
 
 
 def test_a_reader_that_leaves_does_not_end_the_training(tiny_data, tmp_path):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import offline_data, run_python, shake
+from helpers import offline_data, shake
 from hf_models import edit_json, needs_transformers, save, tiny, tokens, transformers
 
 from common.errors import HFError
@@ -295,8 +295,3 @@ def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(HFError, match="not empty"):
         weights.export_hf(GPT(GPT2_SHAPE), tmp_path)
-
-
-def test_programs_do_not_import_transformers_before_they_need_it():
-    program = "import sys, train, sample, convert, bench.fold; print('transformers' in sys.modules)"
-    assert run_python("-c", program).stdout == "False\n"

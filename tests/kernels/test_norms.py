@@ -94,7 +94,7 @@ def test_a_gpt_on_the_kernels_is_the_gpt_in_plain_pytorch(name):
 
 # Every variant on the kernels and in plain PyTorch, but for those that other tests compile in plain
 # PyTorch in the same way: test_model.py, test_coupled_fold.py, and the taper below.
-COMPILED = ("layer", "cbwc", "coupled fold", "taper")
+COMPILED = ("layer", "rms", "cbwc", "coupled fold", "taper")
 GRAPHS = [
     (name, mode)
     for name in VARIANTS
