@@ -192,7 +192,7 @@ print(stop.name)
     ("how", "raised", "code", "said"),
     [
         ("", [signal.SIGINT], 0, "SIGINT\n"),
-        ("", [signal.SIGINT] * 2, 128 + signal.SIGINT, ""),  # a second Ctrl-C ends at once
+        ("", [signal.SIGINT] * 2, -signal.SIGINT, ""),  # a second Ctrl-C ends at once
         ("", [signal.SIGHUP], 0, "SIGHUP\n"),
         ("nohup", [signal.SIGHUP], 0, "\n"),  # a closed terminal is nothing
     ],

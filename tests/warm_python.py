@@ -83,7 +83,11 @@ def call(address: str, *words: str) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, frame: server.send(number))
         code = server.recv()
-    return code if code >= 0 else 128 - code  # as a shell says that a signal ended it
+    if code < 0:  # end by the signal that ended the fork
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        signal.raise_signal(-code)
+    return code
 
 
 if __name__ == "__main__":
