@@ -49,6 +49,8 @@ torch._export.utils._materialize_cpp_cia_ops = functools.cache(
     torch._export.utils._materialize_cpp_cia_ops
 )
 torch._ops.Callable = typing.Callable
+# Nobody reads where in a model each operation of a graph came from.
+torch.fx.config.do_not_emit_stack_traces = True
 
 
 TINY = (

@@ -45,7 +45,7 @@ def test_packed_decoding_is_the_definition(shape, norm):
     turn = (list(SHAPES).index(shape) + list(NORMS).index(norm)) % 2
     dtypes = (torch.float64, torch.float32) if norm in FOLDED else (torch.float64,)
     for dtype, batch in zip(dtypes, ((1, 3), (3, 1))[turn], strict=False):
-        model, idx = make(shape, norm).to(dtype), prompt(batch, 7 + 4)
+        model, idx = make(shape, norm).to(dtype), prompt(batch, 7 + 2)
         expected = definition(model, idx, 7)
         for level in LEVELS:
             far = distance(decoded(model, level, idx, 7), expected)

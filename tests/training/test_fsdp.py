@@ -49,28 +49,29 @@ def spaced_data(tmp_path_factory) -> Path:
     [
         # It centres whole weights: a share's own column means would give other losses at once.
         ("--norm_type=cbwc", "--gradient_accumulation_steps=4"),
-        keys_of("taper"),
+        # all of its phases
+        (*keys_of("taper"), "--taper_warmup=5", "--taper_end=12"),
         # What reads hidden states before the first step, and a weight folded with another one
         ("--norm_type=coupled", "--coupled_impl=fold", "--coupled_calibrate=5", "--bias=False"),
         # Output norms and that of the embeddings; one number as scale, alpha and shift
         ("--norm_type=peri",),
-        ("--norm_type=derf", "--learning_rate=2e-3"),
+        ("--norm_type=derf", "--learning_rate=4e-3"),
         # What reads the weights of attention between steps
         ("--norm_type=bhyt",),
     ],
     ids=str,
 )
 def test_equals_ddp(train_ok, spaced_data, tmp_path, keys):
-    """34 float32 steps on 2 ranks: losses, val losses and gradient norms; HellaSwag, sample, and
+    """18 float32 steps on 2 ranks: losses, val losses and gradient norms; HellaSwag, sample, and
     the model afterwards.
     """
-    words = (*FSDP, *keys, "--max_iters=34", "--eval_interval=17", "--lr_schedule=constant")
+    words = (*FSDP, *keys, "--max_iters=18", "--eval_interval=9", "--lr_schedule=constant")
     words += ("--sample_tokens=8", f"--data_dir={spaced_data}")
     words += (f"--hellaswag={write_items(tmp_path / 'items.jsonl', 3)}",)
     ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
     for out in (ddp, fsdp):
         train_ok(*words, f"--parallel={out.name}", f"--out_dir={out}", ranks=2)
-    assert len(losses(ddp)) == 34 and losses(ddp)[34] < 0.98 * losses(ddp)[1]
+    assert len(losses(ddp)) == 18 and losses(ddp)[18] < 0.98 * losses(ddp)[1]
     assert apart(losses(ddp), losses(fsdp)) <= 1e-6
     assert apart(val_losses(ddp), val_losses(fsdp)) <= 1e-6
     assert apart(losses(ddp, "grad_norm"), losses(fsdp, "grad_norm")) <= 1e-5
