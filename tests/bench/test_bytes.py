@@ -19,7 +19,7 @@ import norm_plan
 from bench import bytes, cuda_codegen
 from bench.bytes import launches
 from common.errors import UserError
-from kernels import cross_entropy
+from kernels.cross_entropy import cross_entropy
 from model import FOLD_PAYS, GPT, GPTConfig
 
 TOKENS = 65536
@@ -30,9 +30,11 @@ needs_codegen = pytest.mark.skipif(
 )
 
 
-def in_child(function, *args):
+@pytest.fixture(scope="module")
+def in_child():
+    """in_child(function): its result there."""
     with FORKS.Pool(1) as pool:
-        return pool.apply(function, args)
+        yield pool.apply
 
 
 # ------------------------------------------------------------------------------------ how it counts
@@ -133,22 +135,20 @@ def test_what_cannot_be_counted_is_an_error_not_a_zero(seen, unseen, message):
 
 
 def code_of_a_loss_in_chunks() -> str:
-    cross_entropy.COMPILED_LOGITS_BYTES = 4 * 256 * 512 // 2
-    x, head = (
-        torch.empty(rows, 64, dtype=torch.bfloat16, requires_grad=True) for rows in (256, 512)
-    )
-    targets = torch.zeros(256, dtype=torch.int64)
+    """In two chunks of 16,384 rows and 32,768 logits, as many bytes as a chunk may have."""
+    x, head = (torch.empty(32768, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     return cuda_codegen.cuda_code(
-        lambda x, head: cross_entropy.cross_entropy(x, head, targets, 500), [x, head]
+        lambda x, head: cross_entropy(x, head, torch.zeros(32768, dtype=torch.int64), 32700),
+        [x, head],
     )[0]
 
 
 @needs_codegen
-def test_a_chunk_of_the_loss_writes_logits_and_their_gradient_alone():
+def test_a_chunk_of_the_loss_writes_logits_and_their_gradient_alone(in_child):
     """Both in bfloat16; in float32 neither is ever written."""
     code = in_child(code_of_a_loss_in_chunks)
-    assert "((128, 512), (512, 1), torch.bfloat16)" in code
-    assert not re.search(r"\(\(128, 5\d\d\), \(\d+, 1\), torch\.float32\)", code)
+    assert "((16384, 32768), (32768, 1), torch.bfloat16)" in code
+    assert not re.search(r"\(\(16384, 32\d\d\d\), \(\d+, 1\), torch\.float32\)", code)
 
 
 # ------------------------------------------------------------------------ what it says of the norms
@@ -183,7 +183,7 @@ def figures() -> dict[str, dict[str, float]]:
 
 
 @needs_codegen
-def test_the_table_in_results_is_todays():
+def test_the_table_in_results_is_todays(in_child):
     found = in_child(figures)
     changed = {
         (arm, name)
