@@ -5,6 +5,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+import small_rms
 import torch
 import torch.distributed as dist
 from helpers import Job, write_tiny_shards  # before any module of ours: it prepares Triton
@@ -101,13 +102,9 @@ def handlers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def trained_rms():
-    import small_rms
-
     return small_rms.train()
 
 
 @pytest.fixture(scope="session")
 def run_folder(trained_rms, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import small_rms
-
     return small_rms.write_run(trained_rms, tmp_path_factory.mktemp("run"))
