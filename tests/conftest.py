@@ -5,10 +5,10 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-import small_rms
+import small_rms  # it imports helpers first, which prepares Triton
 import torch
 import torch.distributed as dist
-from helpers import Job, write_tiny_shards  # before any module of ours: it prepares Triton
+from helpers import Job, write_tiny_shards
 
 
 def pytest_collection_finish() -> None:

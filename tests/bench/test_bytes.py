@@ -137,8 +137,11 @@ def test_what_cannot_be_counted_is_an_error_not_a_zero(seen, unseen, message):
 def code_of_a_loss_in_chunks() -> str:
     """In two chunks of 16,384 rows and 32,768 logits, as many bytes as a chunk may have."""
     return cuda_codegen.cuda_code(
-        lambda x, head: cross_entropy(x, head, torch.zeros(32768, dtype=torch.int64), 32700),
-        [torch.empty(32768, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)],
+        lambda targets, x, head: cross_entropy(x, head, targets, 32700),
+        [
+            torch.zeros(32768, dtype=torch.int64),
+            *(torch.empty(32768, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)),
+        ],
     )[0]
 
 

@@ -55,7 +55,7 @@ def spaced_data(tmp_path_factory) -> Path:
         ("--norm_type=coupled", "--coupled_impl=fold", "--coupled_calibrate=5", "--bias=False"),
         # Output norms and that of the embeddings; one number as scale, alpha and shift
         ("--norm_type=peri",),
-        ("--norm_type=derf", "--learning_rate=4e-3"),
+        ("--norm_type=derf", "--learning_rate=4e-3"),  # it learns slowly
         # What reads the weights of attention between steps
         ("--norm_type=bhyt",),
     ],
