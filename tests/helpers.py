@@ -167,11 +167,11 @@ def run_python(
     *words: object,
     cwd: Path = ROOT,
     code: int | None = 0,
-    python: str | Path = sys.executable,
+    python: str = sys.executable,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python as a user starts it, with these variables as well. `code` (None: any) is how it
-    must end. `python` may be warm_python's.
+    must end. `python` may be warm_python().
     """
     command = [python, *map(str, words)]
     keys = {"capture_output": True, "text": True, "timeout": 1200}

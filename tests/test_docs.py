@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ROOT, write_items
-from warm_python import write_python
+from warm_python import warm_python
 
 from configurator import parse_args
 from norm_plan import NORMS, NormConfig
@@ -338,7 +338,7 @@ def check_script(program: str, environment: dict[str, str], words: list[str]) ->
 
 def run(house: Path, program: str, words: list[str]) -> None:
     """The program in a process of its own, in the copy of the repository; it must exit with 0."""
-    python = str(house.parent / "python")
+    python = warm_python()
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": python, "OMP_NUM_THREADS": "1"}
     if program.startswith("data."):  # which find their way alone: no module of ours is loaded yet
         python = sys.executable
@@ -352,9 +352,7 @@ def run(house: Path, program: str, words: list[str]) -> None:
 @pytest.fixture(scope="module")
 def house(tmp_path_factory) -> Path:
     """A copy of the repository with data, texts, and toy models named as in the pages."""
-    place = tmp_path_factory.mktemp("docs")
-    write_python(place)
-    folder = place / "house"
+    folder = tmp_path_factory.mktemp("docs") / "house"
     skipped = shutil.ignore_patterns(".*", "__pycache__", "out", "tests", "*.bin", "meta.json")
     shutil.copytree(ROOT, folder, ignore=skipped)
     text = "It was a dark and stormy night; the rain fell in torrents, except at intervals. " * 60

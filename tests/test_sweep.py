@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers import BYTES, ROOT, TINY, records, write_items, write_tiny_shards
-from warm_python import write_python
+from warm_python import warm_python
 
 import report
 from common.errors import ConfigError
@@ -34,9 +34,7 @@ WORDS = (*TINY, "--checkpoint_interval=10")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("sweep")
-    write_python(place)
-    folder = write_tiny_shards(place / "data", vocab=200, meta=BYTES)
+    folder = write_tiny_shards(tmp_path_factory.mktemp("sweep") / "data", vocab=200, meta=BYTES)
     write_items(folder / "items.jsonl", 12)
     return folder
 
@@ -47,8 +45,8 @@ def start(data: Path, out: Path, *words: str, **env: str) -> subprocess.Popen:
         "SEEDS": "1 2",
         "OUT": str(out),
         "HELLASWAG": str(data / "items.jsonl"),
-        "PYTHON": str(data.parent / "python"),
-        "PYTHON_EXEC": str(data.parent / "python"),  # which torchrun starts
+        "PYTHON": warm_python(),
+        "PYTHON_EXEC": warm_python(),  # which torchrun starts
         "OMP_NUM_THREADS": "1",
         **env,
     }

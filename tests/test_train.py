@@ -29,7 +29,7 @@ from helpers import (
     weights,
     write_tiny_shards,
 )
-from warm_python import write_python
+from warm_python import warm_python
 
 import common.fingerprint
 import train
@@ -197,9 +197,9 @@ print(stop.name)
         ("nohup", [signal.SIGHUP], 0, "\n"),  # a closed terminal is nothing
     ],
 )
-def test_signals_are_noted(how, raised, code, said, tmp_path):
+def test_signals_are_noted(how, raised, code, said):
     words = ("-c", NOTED, how, *map(int, raised))
-    assert run_python(*words, code=code, python=write_python(tmp_path)).stdout == said
+    assert run_python(*words, code=code, python=warm_python()).stdout == said
 
 
 def test_a_reader_that_leaves_does_not_end_the_training(tiny_data, tmp_path):

@@ -1,6 +1,6 @@
 """A Python that has imported torch and train.py already, for tests of scripts that start many.
 
-    write_python(folder) -> a program that scripts can call in place of python
+    warm_python() -> a program that scripts can call in place of python
 
 What it is called with (`-c CODE ...`, `-m MODULE ...`, `FILE ...`) runs in a fork of the server of
 helpers.py, with the folder, environment, stdout and stderr of the call. The call stays until that
@@ -9,27 +9,31 @@ and other open files stay with it.
 """
 
 import contextlib
+import functools
 import os
 import runpy
 import signal
 import sys
 import threading
+from multiprocessing import util
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 
 ONE_AT_A_TIME = threading.Lock()  # a start looks after all processes, as a join does
 
 
-def write_python(folder: Path) -> Path:
-    """Write the program; this process answers its calls."""
-    listener = Listener(str(folder / "server"))
+@functools.cache
+def warm_python() -> str:
+    """Write the program, once; this process answers its calls."""
+    folder = Path(util.get_temp_dir())  # until this process ends
+    listener = Listener(str(folder / "warm"))
     threading.Thread(target=serve, args=(listener,), daemon=True).start()
     program = folder / "python"
     program.write_text(
         f'#!/bin/bash\nexec {sys.executable} -S {__file__} {listener.address} "$@"\n'
     )
     program.chmod(0o755)
-    return program
+    return str(program)
 
 
 def serve(listener: Listener) -> None:

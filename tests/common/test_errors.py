@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 from helpers import TINY, run_python
-from warm_python import write_python
+from warm_python import warm_python
 
 from common.errors import missing_on_this_machine, one_line, run_program
 
@@ -92,7 +92,7 @@ run_program(lambda argv: torch.compile(lambda x: x.sin() + 1)(torch.ones(9)))
 
 
 def test_a_machine_without_a_compiler(tmp_path):
-    keys = {"python": write_python(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    keys = {"python": warm_python(), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     job = run_python("-c", COMPILES, code=1, **keys)
     assert "Traceback" not in job.stderr
     assert job.stderr.startswith(
