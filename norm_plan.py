@@ -278,8 +278,30 @@ class NormPlan:
         self._check()
 
     def _check(self) -> None:
-        """Raise ConfigError for letters, or numbers for each letter, that do not fit the model."""
+        """Raise ConfigError for keys and letters, or numbers for each letter, that do not fit."""
         config = self.config
+        refusals = (
+            (
+                config.coupled_first > self.n_layer,
+                f"coupled_first={config.coupled_first}: the model has {self.n_layer} blocks",
+            ),
+            (
+                config.coupled_impl != "scale" and not self.adds_plainly,
+                f"coupled_impl={config.coupled_impl} adds within the products, and norm_plan "
+                f"{self} has output norms between: use coupled_impl=scale",
+            ),
+            (
+                config.initial_gain != 1 and not config.has_gain,
+                "initial_gain needs norms with gains, and norm_gain is none: leave one out",
+            ),
+            (
+                config.paired_gains and (NONE in self.letters[:-1] or not config.has_gain),
+                f"paired_gains needs two gains in each block, not {self}: leave it out",
+            ),
+        )
+        for is_wrong, message in refusals:
+            if is_wrong:
+                raise ConfigError(message)
         positions = 2 * self.n_layer + 1
         sections = (
             ("", self.letters, positions, self.type.allowed_letters),
@@ -300,15 +322,6 @@ class NormPlan:
                     f"norm_plan {self}: position {index} shares a statistic that no {source} "
                     "computed"
                 )
-        if config.coupled_impl != "scale" and not self.adds_plainly:
-            raise ConfigError(
-                f"coupled_impl={config.coupled_impl} adds within the products, and norm_plan "
-                f"{self} has output norms between: use coupled_impl=scale"
-            )
-        if config.paired_gains and (NONE in self.letters[:-1] or not config.has_gain):
-            raise ConfigError(
-                f"paired_gains needs two gains in each block, not {self}: leave it out"
-            )
         # Of initial_gain one for each letter of the plan may be given too.
         counts = {"coupled_alpha": (positions,), "initial_gain": (positions, 2 * positions)}
         for name, allowed in counts.items():

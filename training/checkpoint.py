@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from common.distributed import Ranks, cut, gathered, whole
+from common.distributed import Ranks, cut, gathered, share
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write
 from common.old_keys import RETIRED, as_today
 from common.output import replacing
@@ -225,11 +225,11 @@ def _are_tensors(value: Any) -> bool:
 def first_not_finite(state: dict[str, Any]) -> str:
     """Name the first tensor of a checkpoint's dict with a NaN or infinite number; "" if none.
 
-    All ranks must call it if tensors are sharded.
+    Of a sharded tensor this rank looks at its own share.
     """
     for name in ("model", "optimizer"):
         for where, tensor in _tensors_in(state.get(name), name):
-            if not whole(tensor.isfinite().all()):
+            if not share(tensor).isfinite().all():
                 return where.removeprefix("model.")
     return ""
 

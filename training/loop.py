@@ -304,7 +304,7 @@ class Loop:
             "provenance": self.folder.provenance,
             **self.objective.state(),
         }
-        bad = first_not_finite(state)
+        bad = next(filter(None, self.ranks.of_all(first_not_finite(state))), "")
         if bad:
             self._stop(f"step {self.step}: {bad} is not finite", "it was not saved")
         self.log.sync()
