@@ -168,12 +168,12 @@ def ranks_disagree() -> None:
 
 
 def infinite_weight(step: int) -> None:
-    """The update of `step` makes a weight infinite."""
+    """The update of `step` makes a weight infinite, in the share of the last rank alone."""
 
     @replaces(train.NextToken, "prepare")
     def overflow(original, self, loop):
-        if loop.step == step:
-            self.model.wte.weight.data[0, 0] = float("inf")
+        if loop.step == step and loop.ranks.rank == loop.ranks.world_size - 1:
+            share(self.model.wte.weight).data[0, 0] = float("inf")
         original(self, loop)
 
 
