@@ -278,30 +278,8 @@ class NormPlan:
         self._check()
 
     def _check(self) -> None:
-        """Raise ConfigError for keys and letters, or numbers for each letter, that do not fit."""
+        """Raise ConfigError for letters, or numbers for each letter, that do not fit the model."""
         config = self.config
-        refusals = (
-            (
-                config.coupled_first > self.n_layer,
-                f"coupled_first={config.coupled_first}: the model has {self.n_layer} blocks",
-            ),
-            (
-                config.coupled_impl != "scale" and not self.adds_plainly,
-                f"coupled_impl={config.coupled_impl} adds within the products, and norm_plan "
-                f"{self} has output norms between: use coupled_impl=scale",
-            ),
-            (
-                config.initial_gain != 1 and not config.has_gain,
-                "initial_gain needs norms with gains, and norm_gain is none: leave one out",
-            ),
-            (
-                config.paired_gains and (NONE in self.letters[:-1] or not config.has_gain),
-                f"paired_gains needs two gains in each block, not {self}: leave it out",
-            ),
-        )
-        for is_wrong, message in refusals:
-            if is_wrong:
-                raise ConfigError(message)
         positions = 2 * self.n_layer + 1
         sections = (
             ("", self.letters, positions, self.type.allowed_letters),
@@ -322,6 +300,15 @@ class NormPlan:
                     f"norm_plan {self}: position {index} shares a statistic that no {source} "
                     "computed"
                 )
+        if config.coupled_impl != "scale" and not self.adds_plainly:
+            raise ConfigError(
+                f"coupled_impl={config.coupled_impl} adds within the products, and norm_plan "
+                f"{self} has output norms between: use coupled_impl=scale"
+            )
+        if config.paired_gains and (NONE in self.letters[:-1] or not config.has_gain):
+            raise ConfigError(
+                f"paired_gains needs two gains in each block, not {self}: leave it out"
+            )
         # Of initial_gain one for each letter of the plan may be given too.
         counts = {"coupled_alpha": (positions,), "initial_gain": (positions, 2 * positions)}
         for name, allowed in counts.items():
@@ -454,6 +441,7 @@ class NormPlan:
         alphas = [self.point_alpha(i) for i in (0, 1, 2 * self.n_layer)]
         normed = "queries, keys and values" if config.has_v_norm else "queries and keys"
         gains = "" if config.has_gain else ", no gain"
+        unused = "" if config.has_gain else " (unused: norm_gain is none)"
         factors = recipe.init_factors(self.n_layer) if at_start else {}
         said = [
             (places, f"{base} at P and B, residual weights {_listed(weights)}"),
@@ -463,7 +451,7 @@ class NormPlan:
             ("G" in self.letters, f"gates of rank 16 (start: {config.gate_start})"),
             (self.type.scales_by_depth, "gains of block l divided by sqrt(l)"),
             (config.norm_gain != "plain", f"gains {config.norm_gain}"),
-            (at_start and config.initial_gain != 1, f"initial gains {config.initial_gain}"),
+            (at_start and config.initial_gain != 1, f"initial gains {config.initial_gain}{unused}"),
             (at_start and config.paired_gains, f"gains in pairs, -+ {config.paired_gains:g}"),
             (recipe.has_bias and not self.bias, "biases in norms"),
             (set(self.outputs) != {NONE}, f"eps {config.output_eps:g} in output norms"),

@@ -54,7 +54,7 @@ del torch.export.exported_program._BACKEND_KEYS_TO_OVERRIDE[3:]
 del torch.export.exported_program._AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE[3:]
 # Nobody reads where in a model each operation of a graph came from.
 torch.fx.config.do_not_emit_stack_traces = True
-# Nor where a seed was set for a device that is not there.
+# Nor where a seed was set for a device that is not there. (This is Python's own module.)
 torch.cuda.traceback.format_stack = lambda *where, **limits: []
 
 

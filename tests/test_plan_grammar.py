@@ -58,6 +58,11 @@ def test_a_middle_section_may_be_empty(given, printed):
     [
         ("rms", {"paired_gains": 0.125}, ["gains in pairs, -+ 0.125"]),
         ("layer", {"initial_gain": 2.0}, ["initial gains 2.0"]),
+        (
+            "rms",
+            {"initial_gain": 2.0, "norm_gain": "none"},
+            ["gains none", "initial gains 2.0 (unused: norm_gain is none)"],
+        ),
         ("peri", {}, ["eps 1e-06 in output norms"]),
         (
             "olmo2",
@@ -125,12 +130,11 @@ def test_plans_are_those_of_the_manual(norm_type):
         # s without an R before it
         ("coupled", "sR Rs R", {}, "position 0"),
         ("bhyt", "Rh Hh R", {}, "position 1 shares a statistic that no H computed"),
-        ("coupled", "", {"coupled_first": 5}, "coupled_first=5: the model has 2 b"),
+        ("coupled", "", {"coupled_first": 5}, "need 5 letters"),
         ("coupled", "Rs Rs R | RR RR", {"coupled_impl": "fold"}, "coupled_impl=fold"),
         ("coupled", "", {"coupled_alpha": (1.0, 1.1)}, "coupled_alpha needs one number or 5"),
         ("coupled", "", {"coupled_alpha": (1.0, 1.0, 1.0, 1.0, -1.0)}, "coupled_alpha"),
         ("rms", "", {"initial_gain": (1.0,) * 4}, "initial_gain needs one number or 5 or 10"),
-        ("rms", "", {"initial_gain": 2.0, "norm_gain": "none"}, "initial_gain needs norms with"),
         ("post", "", {"paired_gains": 0.1}, "needs two gains in each block, not IP PP"),
         ("rms", "", {"paired_gains": 0.1, "norm_gain": "none"}, "paired_gains needs two gains"),
         ("taper", "", {"norm_gain": "one_plus"}, "norm_gain=one_plus"),

@@ -256,8 +256,8 @@ def test_nothing_is_lost_in_a_resume(state, tmp_path, tiny_data, place, value, p
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_that_became_infinite_are_not_saved(train_fails, tiny_data, tmp_path, ranks):
-    """Losses and gradients of the step are finite; its update is not. All ranks stop, of whichever
-    the weight is.
+    """Losses and gradients of the step are finite; its update is not. All ranks stop, whichever
+    holds the weight.
     """
     words = (*TINY, "--max_iters=3", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     words += ("--checkpoint_interval=2", f"--parallel={'fsdp' if ranks == 2 else 'ddp'}")
