@@ -53,10 +53,9 @@ SAME_FUNCTION = (
     "norm_eps",
 )
 SHAPE = ("n_layer", "n_embd", "n_inner", "block_size", "tie_embeddings", "attn_bias")
-# Names of tensors of the norms in a norm plan, output norms and that of the embeddings included.
-NORM_NAMES = PLACE.pattern
-# Names of tensors of the norms within attention.
-ATTENTION_NORM_NAMES = r"blocks\.\d+\.attn\.[qkv]_norm\..*"
+# Names of tensors that one of two models may lack: of the norms in a norm plan (output norms and
+# that of the embeddings included) and of those within attention.
+NORM_NAMES = rf"{PLACE.pattern}|blocks\.\d+\.attn\.[qkv]_norm\..*"
 
 
 def load_model(spec: str) -> GPT:
@@ -135,12 +134,15 @@ def take_shape(given: Overrides) -> None:
         given.set(name, getattr(source, name), spec)
 
 
-def init_from(model: GPT, spec: str) -> str:
+def init_from(model: GPT, spec: str, meta: dict | None = None) -> str:
     """Give `model` the weights of the model that `spec` names.
 
     Only the norms may be of another type, the padded vocabulary smaller and the context shorter. An
     input norm keeps its gains, also where only one of the two models has output norms. Norms within
     attention may be new; those of the source are left out only if the run says so (qk_norm=none).
+
+    Args:
+        meta: of the run's data, which names their tokenizer.
 
     Returns:
         A line about it, for people.
@@ -168,8 +170,7 @@ def init_from(model: GPT, spec: str) -> str:
     for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
         more = len(own[name]) - len(weights[name])  # rows of padding: no token reads them
         weights[name] = F.pad(weights[name], (0, 0, 0, max(0, more)))
-    free = f"{NORM_NAMES}|{ATTENTION_NORM_NAMES}"
-    new, dropped = load_weights(model, weights, Path(spec), free=free)
+    new, dropped = load_weights(model, weights, Path(spec), free=NORM_NAMES)
     # The block numbers of lns are no weights.
     new = [name for name in new if not name.endswith(".depth")]
     dropped = [name for name in [*dropped, *left_out] if not name.endswith(".depth")]
@@ -178,6 +179,10 @@ def init_from(model: GPT, spec: str) -> str:
         note += (
             f"; its function has changed: `python convert.py {spec} --to=rms --out=FOLDER` keeps "
             "it exactly, for --init_from=FOLDER"
+        )
+    if meta and meta.get("chars") != source.meta.get("chars", meta.get("chars")):
+        note += (
+            "; warning: its alphabet is not that of the data: a token is another character there"
         )
     if new or dropped:
         note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"

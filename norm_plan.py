@@ -182,8 +182,10 @@ class NormConfig:
 
     def __post_init__(self) -> None:
         if self.norm_type not in NORM_TYPES:
-            near = difflib.get_close_matches(self.norm_type, NORM_TYPES, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown norm_type {self.norm_type!r}: did you mean {near[0]}?")
+            # RMSNorm is rms.
+            bare = self.norm_type.lower().removesuffix("norm")
+            [near] = difflib.get_close_matches(bare, NORM_TYPES, n=1, cutoff=0.0)
+            raise ConfigError(f"unknown norm_type {self.norm_type!r}: did you mean {near}?")
         # A key that would do nothing is a mistake of its user.
         for name, readers in foreign_keys(self.norm_type).items():
             if getattr(self, name) != getattr(NormConfig, name):
@@ -441,7 +443,6 @@ class NormPlan:
         alphas = [self.point_alpha(i) for i in (0, 1, 2 * self.n_layer)]
         normed = "queries, keys and values" if config.has_v_norm else "queries and keys"
         gains = "" if config.has_gain else ", no gain"
-        unused = "" if config.has_gain else " (unused: norm_gain is none)"
         factors = recipe.init_factors(self.n_layer) if at_start else {}
         said = [
             (places, f"{base} at P and B, residual weights {_listed(weights)}"),
@@ -451,7 +452,10 @@ class NormPlan:
             ("G" in self.letters, f"gates of rank 16 (start: {config.gate_start})"),
             (self.type.scales_by_depth, "gains of block l divided by sqrt(l)"),
             (config.norm_gain != "plain", f"gains {config.norm_gain}"),
-            (at_start and config.initial_gain != 1, f"initial gains {config.initial_gain}{unused}"),
+            (
+                at_start and config.initial_gain != 1,
+                f"initial gains {config.initial_gain}{gains and ' (unused)'}",
+            ),
             (at_start and config.paired_gains, f"gains in pairs, -+ {config.paired_gains:g}"),
             (recipe.has_bias and not self.bias, "biases in norms"),
             (set(self.outputs) != {NONE}, f"eps {config.output_eps:g} in output norms"),

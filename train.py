@@ -330,7 +330,7 @@ def build_model(
     model = GPT(config, config.seed)
     # A run that is resumed has left those weights behind.
     if config.init_from and is_new:
-        run.notes.append(init_from(model, config.init_from))
+        run.notes.append(init_from(model, config.init_from, read_meta(config.data_dir)))
     # float32 also where products are bfloat16: an update of AdamW is often smaller than a step
     # between two bfloat16 numbers.
     model.to(precision.weights).train()

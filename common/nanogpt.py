@@ -34,7 +34,9 @@ def of_train(name: str, value: Any, settings: dict[str, Any]) -> dict[str, Any] 
             end = settings["max_iters"]
             raise ConfigError(f"the schedule ends at max_iters={end}: add --lr_decay_iters={end}")
         case "eval_only", True:
-            raise ConfigError("use max_iters=1, which evaluates before its only step")
+            raise ConfigError(
+                "add --eval_only=False --max_iters=1, which evaluates before its only step"
+            )
         case "wandb_log", bool():
             return {"tracker": "wandb" if value else "off"}
         case "wandb_project", _:

@@ -47,12 +47,10 @@ def open_shard(path: Path) -> np.ndarray:
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=min(3, size // 4)).tolist()
     if header[:2] == [MAGIC, VERSION] and len(header) == 3:
-        offset = HEADER_BYTES
-        count = header[2]
+        offset, count = HEADER_BYTES, header[2]
     elif path.name in ("train.bin", "val.bin") and header[:1] != [MAGIC]:
         # nanoGPT's form has no header; only the name tells.
-        offset = 0
-        count = size // 2
+        offset, count = 0, size // 2
     else:
         raise DataError(
             f"{path}: begins with {header}, a shard with {MAGIC}, {VERSION} and the number of its "
@@ -63,7 +61,11 @@ def open_shard(path: Path) -> np.ndarray:
             f"{path}: empty, truncated or overlong: {size} bytes, {offset + 2 * count} for "
             f"{count} tokens: prepare or copy it again"
         )
-    return np.memmap(path, dtype="<u2", mode="r", offset=offset, shape=(count,))
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=offset, shape=(count,))
+    # Of whole numbers of 4 or 8 bytes the upper halves are 0, and a loss would look wonderful.
+    if not offset and count > 16 and not tokens[1 : 1 << 20 : 2].any():
+        raise DataError(f"{path}: every second token is 0: is it int32 or int64? Write uint16")
+    return tokens
 
 
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
@@ -106,9 +108,8 @@ def read_meta(data_dir: str | Path) -> dict:
         return read_pickled_meta(pickled) if pickled.is_file() else {}
     try:
         meta = parse_json(path.read_text(encoding="utf-8"))
-        if type(meta["vocab_size"]) is not int or not 0 < meta["vocab_size"] <= MOST_TOKENS:
-            raise ValueError
-        if not isinstance(meta["tokenizer"], str):
+        size, name = meta["vocab_size"], meta["tokenizer"]
+        if type(size) is not int or not 0 < size <= MOST_TOKENS or not isinstance(name, str):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise DataError(

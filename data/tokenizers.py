@@ -190,7 +190,8 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
             ) from None
     raise DataError(
         f"unknown tokenizer {name!r}: meta.json (or nanoGPT's meta.pkl) is missing in the data, or "
-        "names none that is known here; prepare it again"
+        "names none that is known here; prepare it again, or put the meta.pkl of a nanoGPT "
+        "checkpoint into data/NAME, here or beside its run folder"
     )
 
 

@@ -61,7 +61,7 @@ def test_a_middle_section_may_be_empty(given, printed):
         (
             "rms",
             {"initial_gain": 2.0, "norm_gain": "none"},
-            ["gains none", "initial gains 2.0 (unused: norm_gain is none)"],
+            ["gains none", "initial gains 2.0 (unused)"],
         ),
         ("peri", {}, ["eps 1e-06 in output norms"]),
         (

@@ -90,7 +90,7 @@ class Blocks:
         if highest >= self.vocab_size:
             raise DataError(
                 f"{path}: token id {highest} is beyond the vocabulary of {self.vocab_size}: the "
-                "shard is corrupt, or vocab_size belongs to another tokenizer"
+                "shard is corrupt or not of uint16, or vocab_size belongs to another tokenizer"
             )
 
     def fingerprint(self) -> str:

@@ -196,7 +196,7 @@ class RunFolder:
         """
         if changed := self.changed_keys(config, FREE_AT_THE_END):
             raise ConfigError(
-                f"{self.path} holds a run that has finished with other settings "
+                f"{self.found.path} is of a run that has finished with other settings "
                 f"({', '.join(changed)}): choose another out_dir, or give the settings that it had"
             )
         if self.found.problem:

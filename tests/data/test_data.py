@@ -99,7 +99,12 @@ def test_headerless_nanogpt_shards(tmp_path):
     assert open_shard(tmp_path / "train.bin").tolist() == tokens.tolist()
     assert len(Blocks(str(tmp_path), "val", 3, 100)) == 3
     assert read_meta(tmp_path) == {}
-    for content in (b"\1\0\2", b"", header(version=2, count=3) + b"123456"):
+    for content in (
+        b"\1\0\2",
+        b"",
+        header(version=2, count=3) + b"123456",
+        np.arange(99).tobytes(),
+    ):
         (tmp_path / "val.bin").write_bytes(content)
         with pytest.raises(DataError, match=r"val\.bin"):
             open_shard(tmp_path / "val.bin")
