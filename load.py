@@ -180,10 +180,8 @@ def init_from(model: GPT, spec: str, meta: dict | None = None) -> str:
             f"; its function has changed: `python convert.py {spec} --to=rms --out=FOLDER` keeps "
             "it exactly, for --init_from=FOLDER"
         )
-    if meta and meta.get("chars") != source.meta.get("chars", meta.get("chars")):
-        note += (
-            "; warning: its alphabet is not that of the data: a token is another character there"
-        )
+    if meta and source.meta.get("chars") not in (None, meta.get("chars")):
+        note += "; warning: its alphabet is not that of the data, so tokens change their meaning"
     if new or dropped:
         note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"
     return note

@@ -184,8 +184,8 @@ class NormConfig:
         if self.norm_type not in NORM_TYPES:
             # RMSNorm is rms.
             bare = self.norm_type.lower().removesuffix("norm")
-            [near] = difflib.get_close_matches(bare, NORM_TYPES, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown norm_type {self.norm_type!r}: did you mean {near}?")
+            near = difflib.get_close_matches(bare, NORM_TYPES, n=1, cutoff=0.0)
+            raise ConfigError(f"unknown norm_type {self.norm_type!r}: did you mean {near[0]}?")
         # A key that would do nothing is a mistake of its user.
         for name, readers in foreign_keys(self.norm_type).items():
             if getattr(self, name) != getattr(NormConfig, name):

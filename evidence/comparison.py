@@ -190,11 +190,11 @@ class Comparison:
             f"{self.name}: {self.word}: {self.show(self.estimate.mean)}{unit}{tokens} "
             f"against {short_name(self.baseline)} over {len(self.seeds)} seeds, "
             f"Holm interval {self.show_interval(self.verdict.interval)}",
-            self.not_judged or self.no_verdict,
-            f"from {len(self.seeds)} pairs this follows only if differences are normal: repeat it "
-            "with a new set of more seeds"
-            if self.word.startswith(("better", "worse")) and len(self.seeds) < 4
-            else "",
+            self.not_judged
+            or self.no_verdict
+            or (
+                "" if len(self.seeds) > 3 else "so few pairs decide only if differences are normal"
+            ),
         ]
         if self.word.startswith(NO_DIFFERENCE) and self.verdict.margin != WITHIN and self.needed:
             # A new set: who adds seeds until a verdict appears gets false ones. And at least one
