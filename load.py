@@ -1,4 +1,4 @@
-"""Load models: `load_model(spec)`, and `init_from(model, spec)` for a run that starts from weights.
+"""Load models: `load_model(spec)`, and `init_from(model, spec, ...)` for runs that start from one.
 
 A spec is a run folder (its best checkpoint) or a checkpoint file, of nanoGPT too, a Hugging Face
 folder or hub name (owner/name), or `random:` and a published shape (hf/config.py).
@@ -134,7 +134,7 @@ def take_shape(given: Overrides) -> None:
         given.set(name, getattr(source, name), spec)
 
 
-def init_from(model: GPT, spec: str, meta: dict | None = None) -> str:
+def init_from(model: GPT, spec: str, meta: dict) -> str:
     """Give `model` the weights of the model that `spec` names.
 
     Only the norms may be of another type, the padded vocabulary smaller and the context shorter. An
@@ -180,7 +180,7 @@ def init_from(model: GPT, spec: str, meta: dict | None = None) -> str:
             f"; its function has changed: `python convert.py {spec} --to=rms --out=FOLDER` keeps "
             "it exactly, for --init_from=FOLDER"
         )
-    if meta and source.meta.get("chars") not in (None, meta.get("chars")):
+    if source.meta.get("chars") not in (None, meta.get("chars")):
         note += "; warning: its alphabet is not that of the data, so tokens change their meaning"
     if new or dropped:
         note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"

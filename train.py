@@ -290,7 +290,7 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
             "--init_from=CHECKPOINT, which trains its weights on any data"
         )
         run.compare(config, f"{blocks.fingerprint()} {val.fingerprint()}", remedy)
-        model = build_model(config, precision, ranks, run, is_new=found is None)
+        model = build_model(config, meta, precision, ranks, run, is_new=found is None)
         micro_batches = config.gradient_accumulation_steps
         loader = TrainLoader(blocks, config.batch_size, micro_batches, config.seed)
         objective = NextToken(config, loader, model, evaluator, ranks, score)
@@ -320,17 +320,22 @@ def make_scorer(config: TrainConfig, evaluator: Evaluator, ranks: Ranks) -> Hell
 
 
 def build_model(
-    config: TrainConfig, precision: Precision, ranks: Ranks, run: RunFolder, is_new: bool
+    config: TrainConfig,
+    meta: dict,
+    precision: Precision,
+    ranks: Ranks,
+    run: RunFolder,
+    is_new: bool,
 ) -> GPT:
     """Build the model, and move it to the device: under FSDP a share of it, else the whole.
 
-    Its weights are drawn from the seed, or those of `init_from`.
+    Its weights are drawn from the seed, or those of `init_from`. `meta` is that of the data.
     """
     # On the CPU, so that the seed gives the same weights on every device.
     model = GPT(config, config.seed)
     # A run that is resumed has left those weights behind.
     if config.init_from and is_new:
-        run.notes.append(init_from(model, config.init_from, read_meta(config.data_dir)))
+        run.notes.append(init_from(model, config.init_from, meta))
     # float32 also where products are bfloat16: an update of AdamW is often smaller than a step
     # between two bfloat16 numbers.
     model.to(precision.weights).train()

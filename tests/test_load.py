@@ -87,7 +87,7 @@ def test_every_norm_type_starts_from_rms_and_leads_back(norm_type, saved):
 def test_what_would_be_another_function_is_refused(theirs, ours, remedy, saved):
     path, _ = saved(**theirs)
     with pytest.raises(CheckpointError, match=remedy):
-        init_from(GPT(replace(SHAPE, **ours)), path)
+        init_from(GPT(replace(SHAPE, **ours)), path, {})
 
 
 ONE_PLUS = {"norm_gain": "one_plus"}
@@ -108,7 +108,7 @@ ONE_PLUS = {"norm_gain": "one_plus"}
 def test_gains_are_kept_however_they_are_stored(theirs, ours, saved):
     path, source = saved(**{"norm_type": "rms", **theirs})
     model = GPT(replace(SHAPE, **{"norm_type": "rms", **ours}))
-    init_from(model, path)
+    init_from(model, path, {})
     pairs = [(a.core, b.core) for a, b in zip(model.places(), source.places(), strict=True)]
     if "qk_norm" in ours:
         pairs += [(net.blocks[0].attn.q_norm for net in (model, source))]

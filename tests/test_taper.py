@@ -257,7 +257,7 @@ def test_gpt2_of_hugging_face_begins_as_it_is(tmp_path):
     source = load_model(str(hf_save(hf_tiny("gpt2"), tmp_path)))
     keys = dict(norm_type="taper", taper_base="layer", taper_warmup=1.0, taper_end=2.0)
     model, idx = GPT(replace(source.config, **keys)), torch.randint(67, (2, 16))
-    init_from(model, str(tmp_path))
+    init_from(model, str(tmp_path), {})
     source, model = source.double(), model.double()
     close(model.eval()(idx), source(idx))  # warm: the very same function
 
