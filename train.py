@@ -16,13 +16,12 @@ A run writes config.json, log.jsonl, ckpt_last.pt (at each evaluation and checkp
 ckpt_best.pt and samples.txt into out_dir. The same command resumes it. SIGTERM, Ctrl-C and a closed
 terminal finish the step, save a checkpoint, and exit with 0.
 
-The keys are those of TrainConfig. `train` sets up a run, in order; training/loop.py has its steps,
-which train NextToken.
+The keys are those of training/config.py. `train` sets up a run, in order; training/loop.py has its
+steps, which train NextToken.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,78 +31,22 @@ from torch import Tensor
 from common.distributed import Ranks, replicate, shard
 from common.environment import Precision, faster_float32_products
 from common.errors import ConfigError, run_program
-from configurator import key, parse_args
+from configurator import parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from, take_shape
-from model import GPT, GPTConfig, check_memory
+from model import GPT, check_memory
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, tapers
 from training.checkpoint import BEST, LAST, restore
 from training.choices import native_bfloat16, resolve, with_vocabulary
-from training.dataloader import Blocks, DataKeys, TrainLoader
-from training.evaluation import EvalKeys, Evaluator
+from training.config import TrainConfig
+from training.dataloader import Blocks, TrainLoader
+from training.evaluation import Evaluator
 from training.loop import Loop, Objective
-from training.optim import OptimKeys, carry_state, check_optimizer_keys, optimizer_of
-from training.run import ComparisonKeys, LoopKeys, RunFolder
+from training.optim import carry_state, optimizer_of
+from training.run import RunFolder
 from training.stream import calibrate
-
-
-@dataclass(frozen=True)
-class StartKeys:
-    """Start, ranks and speed"""
-
-    init_from: str = key(
-        "",
-        "start from the weights of this model, of its shape where no key gives another: run, "
-        "checkpoint, Hugging Face name ('': scratch)",
-    )
-    parallel: str = key(
-        "ddp",
-        "on several ranks: each holds the whole model (ddp), or a share of it (fsdp)",
-        ("ddp", "fsdp"),
-    )
-    compile: bool | None = key(None, "torch.compile (auto: on CUDA, and in long runs on a CPU)")
-
-
-@dataclass(frozen=True)
-class TrainConfig(ComparisonKeys, EvalKeys, StartKeys, OptimKeys, LoopKeys, DataKeys, GPTConfig):
-    """Every key of a training run. The defaults are nanoGPT's for GPT-2 124M, but their length."""
-
-    FIRST = (
-        "norm_type",
-        "data_dir",
-        "out_dir",
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "block_size",
-        "batch_size",
-        "learning_rate",
-        "max_iters",
-    )
-
-    vocab_size: int = key(
-        0,
-        "rows of the embedding (0: the data's vocabulary, up to a multiple of 64)",
-        least=0,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_optimizer_keys(self)
-        if self.decay_per_step and self.weight_decay != TrainConfig.weight_decay:
-            raise ConfigError(
-                f"weight_decay={self.weight_decay} and decay_per_step={self.decay_per_step} both "
-                f"set the weight decay: leave weight_decay at {TrainConfig.weight_decay}"
-            )
-        if self.optimizer == "muon" and self.parallel == "fsdp":
-            raise ConfigError(
-                "optimizer=muon needs whole matrices, which parallel=fsdp divides among ranks: use "
-                "parallel=ddp or optimizer=adamw"
-            )
-        # Raises if a taper would end before its warm-up does. Other norm types have its defaults.
-        TaperSchedule.of(self).steps(self.max_iters)
 
 
 class NextToken(Objective):

@@ -20,7 +20,7 @@ CODE = ("--", ".", ":!results", ":!docs", ":!tests", ":!config", ":!*.md")
 # Instructions that a product may be made of
 ROUNDING = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 # What of it no training run imports
-NOT_TRAINING = (":!bench", ":!repro", ":!evidence", ":!report.py", ":!sweep.sh")
+NOT_TRAINING = (":!bench", ":!repro", ":!evidence", ":!study", ":!report.py", ":!sweep.sh")
 # n_embd * head_dim from which oneDNN makes a whole training step faster, measured (docs/log.md).
 ONEDNN_PAYS = 1 << 13
 

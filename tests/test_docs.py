@@ -117,6 +117,7 @@ pip install safetensors huggingface_hub
 pip install transformers
 python data/shakespeare_char/prepare.py
 python data/fineweb_edu/prepare.py
+python data/wheels/prepare.py
 python sample.py random:gpt2 --prompt="Hello"
 python hellaswag.py random:gpt2 --items=1
 python train.py config/shakespeare_char.py
@@ -203,6 +204,9 @@ repro/taper.sh
 repro/taper_finetune.sh cpu
 repro/layer_coupled.sh CODE
 repro/which_norm.sh cpu verdict W
+repro/leads.sh CODE rates W
+repro/lasts.sh CODE S
+repro/point_wise.sh CODE rates
 """,
     "another test runs the program at toy size": """
 python train.py config/demo.py --data_dir=data/mine --out_dir=out/mine
@@ -324,12 +328,14 @@ def check_script(program: str, environment: dict[str, str], words: list[str]) ->
     helped = subprocess.run(["bash", program, "--help"], capture_output=True, text=True)
     assert helped.returncode == 0 and Path(program).name in helped.stdout, helped.stderr
     source = Path(program).read_text()
-    assert all(f"{name}:-" in source for name in environment)
     if program.endswith("sweep.sh"):
+        source = Path("study/sweep.py").read_text()
+        assert all(f'("{name}"' in source for name in environment)
         for arm in shlex.split(environment["ARMS"]):
             norm_type, *keys = shlex.split(arm)
             parse_args(TrainConfig, [*words, f"--norm_type={norm_type}", *keys])
     else:
+        assert all(f"{name}:-" in source for name in environment)
         assert all(re.search(rf"(?<!\w){re.escape(word.strip('*-'))}\b", source) for word in words)
 
 

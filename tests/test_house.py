@@ -25,7 +25,7 @@ LEVELS = (
     ("training", "hf", "evidence"),
     ("load",),
     ("fold", "evals"),
-    ("decode", "posthoc"),
+    ("decode", "posthoc", "study"),
     ("train", "sample", "hellaswag", "report", "convert", "distill", "bench_decode"),
     ("bench",),
     ("repro",),

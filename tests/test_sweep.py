@@ -20,14 +20,11 @@ from warm_python import warm_python
 import report
 from common.errors import ConfigError
 from common.stats import power_of_t, power_of_tost
-from configurator import parse_args
 from evidence import archive
 from evidence.runs import find_runs
-from evidence.sweep import check, power
-from norm_plan import NormConfig
-from train import TrainConfig
+from study.arms import read_arms, read_seeds
+from study.checks import check_sweep, power
 
-NORM_KEYS = set(NormConfig.__dataclass_fields__)
 ARMS = "rms 'coupled --coupled_span=2'"
 WORDS = (*TINY, "--checkpoint_interval=10")
 
@@ -164,7 +161,8 @@ def test_keys_with_blanks_and_two_processes(data, tmp_path):
     done = tmp_path / "out" / "plain-1" / "log.jsonl"
     done.parent.mkdir(parents=True)
     done.write_text(
-        '{"event": "start", "config": {"norm_type": "layer"}}\n{"event": "end", "reason": "done"}\n'
+        '{"event": "start", "config": {"norm_type": "layer", "arm": "plain"}}\n'
+        '{"event": "end", "reason": "done"}\n'
     )
     keys = {"ARMS": arms, "SEEDS": "1", "NPROC": "2"}
     lines = finish(start(data, tmp_path / "out", "--warmup_iters=99", **keys))
@@ -203,6 +201,13 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
         ("SEEDS", "8 08", "08"),
         ("JOBS", "two", "JOBS=two: needs a number"),
         ("HELLASWAG", "nowhere.jsonl", "nowhere.jsonl"),
+        ("SEEDS", " ", "no seed is named"),
+        ("SEEDS", "8\n4294967296", "4294967296"),
+        ("ARMS", "rms 'layer --seed=5'", "the sweep sets seed itself"),
+        ("ARMS", "'rms --arm=a' 'layer --arm=a'", "the sweep sets arm itself"),
+        ("ARMS", "rms 'rms --norm_type=layer'", "the sweep sets norm_type itself"),
+        ("ARMS", "layer 'layer --norm_recipe=common'", "is named twice"),
+        ("ARMS", "rms 'rms --qk_norm=none'", "is named twice"),
     ):
         lines = finish(start(data, tmp_path / "out", **{name: value}), 2)
         assert any(error in line for line in lines)
@@ -212,7 +217,7 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
     assert "ARMS" in help_text and "set -euo" not in help_text
 
 
-def test_what_a_sweep_will_show_needs_no_sd(capsys):
+def test_what_a_sweep_will_show_needs_no_sd():
     """In SDs of paired differences, and as the largest SD for a verdict about the margin; by the
     planned seeds, of which a sweep may train a part.
     """
@@ -221,23 +226,31 @@ def test_what_a_sweep_will_show_needs_no_sd(capsys):
     assert power_of_t(smallest, 1.0, 16, 0.05 / 4) == pytest.approx(0.8, abs=0.01)
     assert power_of_tost(0.0, 0.01, largest, 16, 0.05 / 4) == pytest.approx(0.8, abs=0.01)
     assert power(1, 4, 0.01) == power(8, 0, 0.01) == ""
-    words = ["nowhere", "1 2", "--planned_seeds=16", "::", "rms", "--norm_type=rms", "::", "layer"]
-    check(lambda given: parse_args(TrainConfig, [*given])[0], NORM_KEYS, words)
-    assert capsys.readouterr().out == power(16, 1, 0.0) + "\n"
+    found = check_sweep(["--planned_seeds=16"], read_arms("rms layer"), [1, 2], Path("no"), None)
+    assert found == power(16, 1, 0.0)
+
+
+def test_arms_and_seeds_may_stand_on_several_lines():
+    text = "rms\n\"coupled\n --norm_plan='Rs Rs R'\" a:peri"
+    assert [arm.name for arm in read_arms(text)] == ["rms", "coupled+norm_plan=Rs_Rs_R", "a"]
+    assert read_seeds("3\n4 5\n") == [3, 4, 5]
 
 
 def test_other_settings_are_not_done_already(train_ok, data, tmp_path):
     """The same folder of data may be written in another way."""
-    words = [str(ROOT / "config/demo.py"), *WORDS, f"--data_dir={data}", "--norm_type=rms"]
-    train_ok(*words, "--seed=1", f"--out_dir={tmp_path / 'rms-1'}")
+    words = [str(ROOT / "config/demo.py"), *WORDS, f"--data_dir={data}"]
+    train_ok(*words, "--norm_type=rms", "--seed=1", f"--out_dir={tmp_path / 'rms-1'}")
 
-    def check_with(*more: str) -> None:
-        given = [tmp_path, "2 1", *words, *more, "::", "rms", "--norm_type=rms"]
-        check(lambda keys: parse_args(TrainConfig, keys)[0], NORM_KEYS, given)
+    keep = tmp_path / "kept.tar.xz"
+    archive.add(keep, tmp_path / "rms-1")
 
-    check_with(f"--data_dir={data}/../data")
-    with pytest.raises(ConfigError, match=r"rms-1.*learning_rate=0\.02"):
-        check_with("--learning_rate=0.02")
+    def check_with(*more: str, out: Path = tmp_path, keep: Path | None = None) -> None:
+        check_sweep([*words, *more], read_arms("rms"), read_seeds("2\n1"), out, keep)
+
+    check_with(f"--data_dir={data}/../data", keep=keep)
+    for place in ({}, {"out": tmp_path / "b", "keep": keep}):
+        with pytest.raises(ConfigError, match=r"rms-1.*learning_rate=0\.02"):
+            check_with("--learning_rate=0.02", **place)
 
 
 @pytest.mark.xdist_group("sweep")

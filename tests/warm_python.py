@@ -50,11 +50,11 @@ def answer(caller: Connection) -> None:
         with ONE_AT_A_TIME:
             process.start()
         while process.sentinel not in wait([caller, process.sentinel]):
-            number = signal.SIGKILL
-            with contextlib.suppress(EOFError):  # the call was killed
-                number = caller.recv()
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+                try:
+                    os.kill(process.pid, caller.recv())
+                except EOFError:  # the call was killed, and with it what it had started
+                    os.killpg(process.pid, signal.SIGKILL)
         with ONE_AT_A_TIME:
             process.join()
         caller.send(process.exitcode)
@@ -65,6 +65,7 @@ def run(words: tuple[str, ...], folder: str, environment: dict[str, str], caller
     import torch
 
     torch.set_num_threads(1)
+    os.setpgid(0, 0)  # with what it starts, a group that can be killed
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from itertools import islice
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from data.shards import (
 )
 from data.stdlib import prepare as stdlib
 from data.tokenizers import END_OF_TEXT, CharTokenizer, byte_tokenizer, load_tokenizer
+from data.wheels import prepare as wheels
 from training.dataloader import Blocks, TrainLoader, epoch_order, eval_batches
 
 
@@ -279,7 +281,7 @@ def test_eval_batches_are_the_first_tokens_in_order(blocks):
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     """The scripts write beside themselves: here they believe that they live in tmp_path."""
-    for script in (stdlib, shakespeare):
+    for script in (stdlib, shakespeare, wheels):
         monkeypatch.setattr(script, "__file__", str(tmp_path / "prepare.py"))
     return tmp_path
 
@@ -307,6 +309,33 @@ def test_prepare_stdlib(out, small_library):
         assert 1 <= len(parts) < 201
         found += [bytes(part[1:].tolist()).decode() for part in parts]
     assert sorted(found) == sorted(small_library)
+
+
+def test_prepare_wheels(out, small_library, monkeypatch):
+    """Sources of two wheels, each once, no tests; validation begins with the library's."""
+    library = [document.text for document in stdlib.documents(out / "lib", "val")]
+    held = max(library)
+    contents = {
+        "a": {f"a/{number}.py": f"a{number}" for number in range(100)} | {"a/tests/t.py": "test"},
+        "b": {"b/same.py": "a7", "b/held.py": held, "b/data.txt": "no source"},
+    }
+    files = []
+    for name, content in contents.items():
+        files.append(out / f"{name}.whl")
+        with zipfile.ZipFile(files[-1], "w") as archive:
+            for path, text in content.items():
+                archive.writestr(path, text)
+    monkeypatch.setattr(wheels, "fetch", lambda folder: files)
+    wheels.main([])
+    found = {}
+    for split in ("train", "val"):
+        tokens = open_shard(*find_shards(out, split))
+        parts = np.split(tokens, np.flatnonzero(tokens == 256))[1:]
+        found[split] = [bytes(part[1:].tolist()).decode() for part in parts]
+    assert held and found["val"][: len(library)] == library
+    from_wheels = found["val"][len(library) :]
+    assert 1 <= len(from_wheels) < 10
+    assert sorted(found["train"] + from_wheels) == sorted(f"a{number}" for number in range(100))
 
 
 def test_prepare_shakespeare(out):

@@ -1,0 +1,1 @@
+"""Studies: many runs that are compared. Arms and seeds, what is checked first, who trains what."""

@@ -1,0 +1,103 @@
+"""Arms and seeds, as the user writes them.
+
+An arm is a norm type and keys, `coupled --coupled_span=2`, with a name before it if it has one,
+`wide:coupled --coupled_span=2`.
+"""
+
+import re
+import shlex
+from typing import NamedTuple
+
+from common.errors import ConfigError
+
+NAMED = re.compile(r"([\w.-]+):(?=.)", re.ASCII)
+# What a sweep itself tells train.py of each run
+SET_BY_SWEEP = {"arm", "hellaswag", "jobs", "norm_type", "out_dir", "seed"}
+SEED = re.compile(r"0|[1-9][0-9]*", re.ASCII)  # without leading zeros: 08 would be seed 8 once more
+
+
+class Arm(NamedTuple):
+    """One of the things that are compared."""
+
+    name: str  # of its runs, without the seed
+    words: tuple[str, ...]  # for train.py
+
+
+class PlannedRun(NamedTuple):
+    """One arm with one seed."""
+
+    arm: Arm
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What its folder is called."""
+        return f"{self.arm.name}-{self.seed}"
+
+
+def read_arms(text: str) -> list[Arm]:
+    """Read the variable ARMS: arms with blanks between, each in quotes if it has keys."""
+    return [read_arm(arm) for arm in split(text)]
+
+
+def read_arm(text: str) -> Arm:
+    """Read one arm.
+
+    Without a name of its own it is called by its words, with + between, without --, and with _ for
+    blanks and slashes.
+    """
+    named = NAMED.match(text)
+    norm_type, *keys = split(text[named.end() :] if named else text) or [""]
+    for word in keys:
+        check_word(word, f"ARMS: {text}")
+    words = (f"--norm_type={norm_type}", *keys)
+    if named:
+        return Arm(named[1], (*words, f"--arm={named[1]}"))
+    name = re.sub("[ /]", "_", "+".join([norm_type, *keys]).replace("+--", "+"))
+    return Arm(name, words)
+
+
+def check_word(word: str, where: str) -> None:
+    """Raise ConfigError for a word that the sweep sets itself."""
+    name = word.removeprefix("--").partition("=")[0]
+    if word.startswith("--") and name in SET_BY_SWEEP:
+        remedy = "give an arm a name by NAME: before it" if name == "arm" else "leave it out"
+        raise ConfigError(f"{where}: the sweep sets {name} itself: {remedy}")
+
+
+def split(text: str) -> list[str]:
+    """Split text into words as a shell would, quotes included; nothing in it is executed.
+
+    Raises ConfigError if a quote is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise ConfigError(f"ARMS: a quote is not closed in: {text}") from None
+
+
+def read_seeds(text: str) -> list[int]:
+    """Read the variable SEEDS: numbers, blanks or ends of lines between. Raises ConfigError."""
+    words = text.split()
+    if not words:
+        raise ConfigError("SEEDS: no seed is named: give numbers such as 8, separated by blanks")
+    for word in words:
+        if not SEED.fullmatch(word):
+            raise ConfigError(
+                f"SEEDS: {word} is no seed: give numbers such as 8, separated by blanks"
+            )
+    if len(set(words)) < len(words):
+        raise ConfigError("SEEDS: a seed is named twice")
+    return [int(word) for word in words]
+
+
+def in_order(arms: list[Arm], seeds: list[int]) -> list[PlannedRun]:
+    """Order all runs: seed by seed, each time beginning with another arm.
+
+    So a drift of the machine's speed affects all arms alike.
+    """
+    return [
+        PlannedRun(arms[(turn + number) % len(arms)], seed)
+        for number, seed in enumerate(seeds)
+        for turn in range(len(arms))
+    ]

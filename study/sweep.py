@@ -1,0 +1,171 @@
+"""Train every arm with every seed: one run folder for each, ready for report.py.
+
+    ./sweep.sh config/small.py [config files ...] [--key=value ...]
+    ARMS="rms coupled 'coupled --coupled_span=2'" SEEDS="8 9 10" NPROC=8 ./sweep.sh config/small.py
+
+    ARMS       norm types, each with any norm keys after it    (layer rms coupled cbwc taper)
+               NAME: before one gives it a name, for folders, tables and pictures:
+               ARMS="rms 'wide:coupled --coupled_span=2'"
+    SEEDS      numbers with blanks between                     (8 9 10 11 12 13 14 15)
+    OUT        folder of the run folders                       (out/, first config file's name)
+    HELLASWAG  off, auto (downloads the items) or their file   (off)
+    KEEP       archive (a name in .tar.xz) for each finished run's config, log and HellaSwag items;
+               runs in it are skipped, if they have the sweep's settings
+    NPROC      processes a run, started by torchrun            (1)
+    JOBS       runs side by side, one CPU core each; on a machine with GPUs and NPROC=1 they take
+               the GPUs in turn                                (1)
+    PYTHON     the Python that trains                          (.venv/bin/python, else python3)
+
+Before the first run it checks every arm and seed, and what is in OUT and KEEP already; and it
+prints which differences its seeds will find with 80 % power.
+
+All arms of a seed run one after the other, each time beginning with another arm, so that a drift
+of the machine's speed affects all alike. After an interruption, run it again: finished runs are
+skipped, and those that diverged, which they would again; the interrupted one continues where it
+stopped. Each run's output is in its folder's train.txt; its last line is shown, once a minute if
+there is no terminal. Exit codes: 1 if a run failed or diverged now (the others are still done), 2
+at once if a setting is wrong, 130 if it was stopped.
+
+A worker claims a run before it starts it, and passes over runs that others have claimed. So
+several sweeps, also on several machines, can work on one OUT. With JOBS above 1 a run's speed
+depends on its neighbours: its log says jobs=JOBS, and report.py does not judge it.
+"""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from common.errors import ConfigError, UserError, run_program
+from evals.hellaswag import load_items
+from evidence.archive import SUFFIX, by_run, read
+from evidence.runs import find_runs
+
+from .arms import in_order, read_arms, read_seeds
+from .checks import check_sweep
+from .workers import STOPPED, Job, Sweep
+
+ARMS = "layer rms coupled cbwc taper"
+SEEDS = "8 9 10 11 12 13 14 15"
+
+
+def variable(name: str, default: str) -> str:
+    """Return an environment variable; one that is empty is as one that is not there."""
+    return os.environ.get(name) or default
+
+
+def count(name: str) -> int:
+    """Return a variable that is a number from 1 on. Raises ConfigError."""
+    text = variable(name, "1")
+    if not re.fullmatch("[1-9][0-9]*", text, re.ASCII):
+        raise ConfigError(f"{name}={text}: needs a number from 1 on")
+    return int(text)
+
+
+def out_folder(config: str) -> Path:
+    """Return OUT, the folder of the run folders. Raises ConfigError for that of a run."""
+    out = Path(variable("OUT", f"out/{Path(config).stem}"))
+    if (out / "config.json").is_file():
+        raise ConfigError(
+            f"OUT={out} is the folder of a run: give the sweep another one, OUT=out/sweep"
+        )
+    return out
+
+
+def archive_to_keep() -> Path | None:
+    """Return KEEP, the archive for finished runs. Raises ConfigError."""
+    text = variable("KEEP", "")
+    if text and not text.endswith(SUFFIX):
+        raise ConfigError(f"KEEP={text}: needs an archive's name, such as runs.tar.xz")
+    return Path(text) if text else None
+
+
+def check_hellaswag(text: str) -> None:
+    """Read the items that HELLASWAG names, or download them. Raises ConfigError."""
+    if text == "off":
+        return
+    try:
+        load_items("" if text == "auto" else text)
+    except UserError as error:
+        raise ConfigError(f"HELLASWAG={text}: {error}") from None
+
+
+def command(python: str, processes: int) -> tuple[str, ...]:
+    """Return how a run is started, up to train.py."""
+    if processes == 1:
+        return (python, "train.py")
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    return (python, *launcher, "train.py")
+
+
+def gpus_of_workers(processes: int, jobs: int) -> tuple[str, ...]:
+    """Name for each worker the GPU that it has alone; () where there is nothing to share out."""
+    if jobs == 1 or processes > 1 or not torch.cuda.is_available():
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (
+        tuple(visible.split(",")) if visible else tuple(map(str, range(torch.cuda.device_count())))
+    )
+
+
+def next_command(place: Path, first: str) -> str:
+    """Return how a finished sweep is reported.
+
+    Args:
+        place: archive or folder of its runs.
+        first: name of a run of the baseline, which report.py may call in another way.
+    """
+    run = next(run for run in find_runs([place]) if run.path.name == first)
+    return f"python report.py {shlex.quote(str(place))} --baseline={shlex.quote(run.arm)}"
+
+
+def main(argv: list[str]) -> int:
+    """Check the sweep, train its runs, and say what is done. Returns the exit code."""
+    if not argv or not Path(argv[0]).is_file():
+        raise ConfigError(f"{''.join(argv[:1])}: no such file; the first argument is a config file")
+    out, keep = out_folder(argv[0]), archive_to_keep()
+    processes, jobs = count("NPROC"), count("JOBS")
+    arms, seeds = read_arms(variable("ARMS", ARMS)), read_seeds(variable("SEEDS", SEEDS))
+    hellaswag = variable("HELLASWAG", "off")
+    line = check_sweep(argv, arms, seeds, out, keep)
+    check_hellaswag(hellaswag)
+    if line:
+        print(line, flush=True)
+    common = list(argv)
+    if jobs > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        common.append(f"--jobs={jobs}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"OUT={out}: cannot be made ({error.strerror}): check permissions and disk, or choose "
+            "another OUT"
+        ) from None
+    kept = set(by_run(read(keep))) if keep else set()
+    job = Job(
+        command=command(variable("PYTHON", sys.executable), processes),
+        common=tuple(common),
+        hellaswag=hellaswag,
+        out=out,
+        keep=keep,
+        gpus=gpus_of_workers(processes, jobs),
+    )
+    sweep = Sweep(job, in_order(arms, seeds), kept)
+    code = sweep.run(jobs)
+    *others, done = sweep.summary()
+    for line in others:
+        print(line)
+    if done.startswith(f"{len(sweep.runs)} of "):
+        done += f"; next: {next_command(keep or out, sweep.runs[0].name)}"
+    print(done)
+    if code == STOPPED:
+        print("stopped; run it again to go on")
+    return code
+
+
+if __name__ == "__main__":
+    run_program(main, __doc__)

@@ -1,0 +1,333 @@
+"""Train the runs of a sweep: workers share them out, with those of other sweeps on one folder.
+
+A worker claims a run by a lock on the file `claim` in its folder, which the training process
+inherits: it ends with that process, however it ends.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from common.errors import UserError, one_line
+from evidence import archive
+
+from .arms import PlannedRun
+
+DONE = "done"
+# Seconds between lines about runs that go on: without a terminal, and in one
+QUIET, DISPLAYED = 60.0, 1.0
+TERMINAL_WIDTH = 80
+BUSY = ": another process is working there"  # ends what train.py says then
+STOPPED = 130  # exit code after a signal
+WRONG = 2  # exit code of a wrong setting
+
+
+class Job(NamedTuple):
+    """What all runs of a sweep have."""
+
+    command: tuple[str, ...]  # Python or torchrun, and train.py
+    common: tuple[str, ...]  # words of train.py
+    hellaswag: str
+    out: Path  # folder of the run folders
+    keep: Path | None  # archive for finished runs
+    gpus: tuple[str, ...]  # CUDA_VISIBLE_DEVICES of each worker in turn; () to leave it alone
+
+
+class State(NamedTuple):
+    """How far a run has come, by its log."""
+
+    is_over: bool = False
+    has_diverged: bool = False
+
+
+def state_of(folder: Path) -> State:
+    """Read from a run's log whether it is over, and whether it diverged.
+
+    It did if a loss in training or the last one of validation is not finite. A damaged log is left
+    to train.py.
+    """
+    reason = ""
+    last: dict[str, bool] = {}  # kind of event -> is its last loss finite?
+    try:
+        lines = (folder / "log.jsonl").read_bytes().splitlines()
+    except OSError:
+        return State()
+    for line in lines:
+        # Most lines are steps.
+        if b'"end"' not in line and b'"eval"' not in line and b'"val_full"' not in line:
+            continue
+        try:
+            event = json.loads(line)
+            kind = event["event"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            continue
+        if kind == "end":
+            reason = str(event.get("reason"))
+        elif kind in ("eval", "val_full"):
+            loss = event.get("val_loss" if kind == "eval" else "val_loss_full")
+            last[kind] = loss is not None
+    broke = reason.startswith("step ") and reason.endswith(" is not finite")
+    return State(broke or reason == DONE, broke or not all(last.values()))
+
+
+class Sweep:
+    """Runs, and the workers that train them.
+
+    Args:
+        runs: all of them, in order.
+        kept: names of runs that the archive has already.
+    """
+
+    def __init__(self, job: Job, runs: list[PlannedRun], kept: set[str]):
+        self.job = job
+        self.runs = runs
+        self.kept = kept
+        self.lock = threading.Lock()
+        self.said: set[str] = set()  # runs that a line was printed of
+        self.warned: set[str] = set()  # warnings that were printed
+        self.began: set[str] = set()  # runs that were trained here
+        self.elsewhere: set[str] = set()  # runs that others have claimed
+        self.children: dict[int, subprocess.Popen] = {}  # worker -> its training process
+        self.shown: dict[int, tuple[str, Path]] = {}  # worker -> name and output of its run
+        self.code = 0  # exit code so far
+        self.stopped = threading.Event()
+
+    # ------------------------------------------------------------------------------------- a worker
+
+    def work(self, worker: int) -> None:
+        """Go through all runs, and train those that nobody has."""
+        for number, run in enumerate(self.runs, 1):
+            if self.stopped.is_set():
+                return
+            with self.lock:
+                if run.name in self.began:
+                    continue
+            label = f"[{number}/{len(self.runs)}] {run.name}"
+            try:
+                self.attend(worker, run, label)
+            except (UserError, OSError) as error:
+                self.tell(run.name, f"{label}: FAILED: {error}")
+                self.fail(1)
+
+    def attend(self, worker: int, run: PlannedRun, label: str) -> None:
+        """Train one run, unless it is done or somebody has it; then keep it."""
+        folder = self.job.out / run.name
+        if run.name in self.kept:
+            self.tell(run.name, f"{label}: in {self.job.keep} already")
+            return
+        state = state_of(folder)
+        if state.has_diverged and state.is_over:
+            again = "diverged; it would again: remove its folder to train it once more"
+            if not self.tell(run.name, f"{label}: {again}"):
+                return
+            self.fail(1)
+        elif state.is_over:
+            if not self.tell(run.name, f"{label}: done already"):
+                return
+        elif not self.train(worker, run, label):
+            return
+        if self.job.keep and state_of(folder).is_over:
+            archive.add(self.job.keep, folder)
+
+    def train(self, worker: int, run: PlannedRun, label: str) -> bool:
+        """Train a run. Returns False if another worker has it."""
+        folder = self.job.out / run.name
+        folder.mkdir(parents=True, exist_ok=True)
+        output = folder / "train.txt"
+        began = time.monotonic()
+        with open(folder / "claim", "a") as claim, open(output, "ab") as file:
+            if not is_claimed_by_us(claim) or state_of(folder).is_over:
+                with self.lock:
+                    self.elsewhere.add(run.name)
+                return False
+            with self.lock:
+                if self.stopped.is_set():
+                    return False
+                self.began.add(run.name)
+                self.shown[worker] = label, output
+                self.children[worker] = child = self.start(worker, run, claim, file)
+        status = child.wait()
+        with self.lock:
+            del self.children[worker], self.shown[worker]
+        return self.report(run, label, status, time.monotonic() - began)
+
+    def start(self, worker: int, run: PlannedRun, claim: IO, output: IO) -> subprocess.Popen:
+        """Start the training process, which inherits the claim."""
+        job = self.job
+        words = [f"--seed={run.seed}", f"--out_dir={job.out / run.name}"]
+        environment = dict(os.environ)
+        if job.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = job.gpus[worker % len(job.gpus)]
+        return subprocess.Popen(
+            [*job.command, *job.common, *run.arm.words, *words, f"--hellaswag={job.hellaswag}"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[claim.fileno()],
+            env=environment,
+        )
+
+    def report(self, run: PlannedRun, label: str, status: int, seconds: float) -> bool:
+        """Say how a training process ended. Returns False if another one has the run."""
+        folder = self.job.out / run.name
+        lines = lines_of(folder / "train.txt")
+        self.tell_warnings(lines, label)
+        errors = [line for line in lines if line.startswith("error:")]
+        # torchrun prints its own report below the error of a rank, so the last line will not do.
+        last = (errors if status and errors else lines or [""])[-1]
+        if status == 1 and BUSY in last:
+            with self.lock:
+                self.began.discard(run.name)
+                self.elsewhere.add(run.name)
+            return False
+        if status == 0 and last.startswith("stopped"):
+            self.tell(run.name, f"{label}: {last}")
+            self.stop(STOPPED)
+        elif status and self.stopped.is_set():
+            pass  # it was stopped before it could save
+        elif status == 0:
+            if state_of(folder).has_diverged:
+                last = "diverged: its last val loss is not finite"
+                self.fail(1)
+            self.tell(run.name, f"{label}: {last}  ({seconds:.0f} s)")
+        else:
+            if not last.startswith("error:"):  # a full disk takes no message either
+                last += (
+                    f" (see {folder}/train.txt; if the disk is full, make room and run it again)"
+                )
+            code = status if status > 0 else 128 - status  # of a signal as a shell says it
+            self.tell(run.name, f"{label}: FAILED with exit code {code}: {last}")
+            self.fail(1)
+            if status == WRONG:
+                self.stop(WRONG)
+        return True
+
+    # -------------------------------------------------------------------------------- what is said
+
+    def tell(self, name: str, line: str) -> bool:
+        """Print the first line about a run; return whether it is the first.
+
+        In a terminal it takes the place of the display, which goes on below.
+        """
+        with self.lock:
+            if name in self.said:
+                return False
+            self.said.add(name)
+            self.say(line)
+        return True
+
+    def tell_warnings(self, lines: list[str], label: str) -> None:
+        """Print the warnings of a run that no run before it had. They stay in its train.txt."""
+        with self.lock:
+            for line in lines:
+                if line.startswith("warning:") and line not in self.warned:
+                    self.warned.add(line)
+                    self.say(f"{label}: {line}")
+
+    def say(self, line: str) -> None:
+        """Print a line, with the lock held."""
+        clear = "\r\033[J" if sys.stdout.isatty() else ""
+        print(f"{clear}{one_line(line)}", flush=True)
+
+    def show(self) -> None:
+        """Show for each worker its run and the last line of it, until the sweep ends."""
+        is_terminal = sys.stdout.isatty()
+        while not self.stopped.wait(DISPLAYED if is_terminal else QUIET):
+            with self.lock:
+                lines = [
+                    f"{label}: {(lines_of(output) or ['begins'])[-1]}"
+                    for _, (label, output) in sorted(self.shown.items())
+                ]
+                if is_terminal and lines:
+                    width = terminal_width() - 1
+                    text = "".join(f"\r\033[K{one_line(line)[:width]}\n" for line in lines)
+                    print(f"{text}\033[{len(lines)}A", end="", flush=True)
+                elif not is_terminal:
+                    for line in lines:
+                        self.say(line)
+
+    # --------------------------------------------------------------------------------- how it ends
+
+    def fail(self, code: int) -> None:
+        """Note that a run failed or diverged; the others go on."""
+        self.code = self.code or code
+
+    def stop(self, code: int) -> None:
+        """Stop all workers; their runs save and end."""
+        with self.lock:
+            if self.stopped.is_set():
+                return
+            self.stopped.set()
+            self.code = code
+            children = list(self.children.values())
+        for child in children:
+            child.send_signal(signal.SIGTERM)
+
+    def run(self, workers: int) -> int:
+        """Train all runs with so many workers; return the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # Under nohup SIGHUP stays ignored.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: self.stop(STOPPED))
+        threads = [threading.Thread(target=self.work, args=(number,)) for number in range(workers)]
+        display = threading.Thread(target=self.show, daemon=True)
+        for thread in threads:
+            thread.start()
+        display.start()
+        for thread in threads:
+            thread.join()
+        self.stopped.set()
+        display.join()
+        return self.code
+
+    def summary(self) -> list[str]:
+        """Return the last lines: what others train, what is done, and what can be called next."""
+        over = {run.name for run in self.runs if state_of(self.job.out / run.name).is_over}
+        lines = []
+        left = [
+            run.name
+            for run in self.runs
+            if run.name in self.elsewhere - self.began - over - self.kept
+        ]
+        if left:
+            lines.append(
+                f"others are training: {' '.join(left)}; if one of them dies, run this again"
+            )
+        done = len(over | {run.name for run in self.runs if run.name in self.kept})
+        lines.append(f"{done} of {len(self.runs)} runs done")
+        return lines
+
+
+def is_claimed_by_us(claim: IO) -> bool:
+    """Claim a run, unless another worker has. On a file system without locks nobody can."""
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # no locks there: train.py's own lock decides
+    return True
+
+
+def lines_of(output: Path) -> list[str]:
+    """Read the last lines that a training process printed, without empty ones."""
+    try:
+        text = output.read_text(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except OSError:
+        return TERMINAL_WIDTH
