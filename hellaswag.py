@@ -22,6 +22,7 @@ from configurator import key, parse_args
 from data.tokenizers import tokenizer_of
 from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, HellaSwag
 from load import load_model
+from norm_files import take_norm_file
 
 OWN_ITEMS = rb'{"item": .*"acc_choice"'  # how a file of per-item results begins
 
@@ -61,7 +62,7 @@ def target_file(config: HellaSwagConfig, spec: str) -> Path | None:
 
 
 def main(argv: list[str]) -> None:
-    config, spec = parse_args(HellaSwagConfig, argv, __doc__, spec=True)
+    config, spec = parse_args(HellaSwagConfig, take_norm_file(argv), __doc__, spec=True)
     if config.out:
         check_replaceable(Path(config.out), OWN_ITEMS)  # now, not after the scoring
     with Ranks.start(config.device) as ranks:

@@ -17,6 +17,7 @@ from common.errors import ConfigError, run_program
 from configurator import key, parse_args
 from data.tokenizers import decode, tokenizer_of
 from load import load_model
+from norm_files import take_norm_file
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def read_prompt(prompt: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    config, spec = parse_args(SampleConfig, argv, __doc__, spec=True)
+    config, spec = parse_args(SampleConfig, take_norm_file(argv), __doc__, spec=True)
     text = read_prompt(config.prompt)
     device = find_device(config.device)
     model = load_model(spec).to(device)

@@ -93,7 +93,12 @@ class StepMean(nn.Module):
 
     @torch.no_grad()
     def add(self, values: Tensor) -> None:
-        """Add values (tokens, size) of a micro-batch."""
+        """Add values (tokens, size) of a micro-batch.
+
+        Where blocks are computed again in backward (recompute), the second time does not count.
+        """
+        if is_recomputing():
+            return
         self.sum[:-1] += values.sum(0)
         self.sum[-1] += values.shape[0]
 
