@@ -187,7 +187,7 @@ def builder(kind: type[Norm]) -> Callable[[NormPlan, int], Norm]:
     def build(plan: NormPlan, number: int) -> Norm:
         # What a norm draws is the same on every rank and in every run: nothing else seeds it.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(number)
+            torch.default_generator.manual_seed(number)
             return kind.of_plan(plan, number)
 
     return build

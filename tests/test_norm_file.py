@@ -28,6 +28,8 @@ import norm_plan
 import norm_types
 from common.errors import UserError
 from common.norm_file import COPY, read_norm_file
+from evidence.comparison import pair_by_seed
+from evidence.runs import Run, by_arm
 from model import GPT, GPTConfig
 from norm_plan import NormConfig
 
@@ -120,16 +122,6 @@ PLANS = {
 }
 
 
-@pytest.fixture
-def registry():
-    """What a test adds to the registries of this process goes again."""
-    kept = [(table, dict(table)) for table in (norm_plan.NORMS, norm_types.NORM_TYPES)]
-    yield
-    for table, before in kept:
-        table.clear()
-        table.update(before)
-
-
 def write(folder: Path, norm_type: str) -> Path:
     path = folder / f"{norm_type.lower()}_norm.py"
     path.write_text(FILES[norm_type]())
@@ -182,32 +174,55 @@ def test_a_norm_of_a_file_trains_resumes_and_samples(
     assert f"norm_type '{norm_type}'" in told and digest(file) in told and COPY not in told
 
 
+# (norm type, what is added to a plain run, what is added to both)
 WAYS = {
-    "fsdp": ("--parallel=fsdp", "--bias=True"),
-    "compile": ("--compile=True",),
-    "muon": ("--optimizer=muon",),
-    "gains": ("--norm_gain=one_plus", "--initial_gain=0.8"),
-    "recompute": ("--recompute=True",),
+    "fsdp": ("Running", ("--parallel=fsdp",), ("--bias=True",)),
+    "fsdp, drawn parameters": ("sandwich", ("--parallel=fsdp",), ()),
+    "compile": ("Running", ("--compile=True",), ()),
+    "recompute": ("Running", ("--recompute=True",), ()),
+    "one_plus": ("MeanAbs", ("--norm_gain=one_plus",), ("--initial_gain=0.8",)),
+    "by hand": ("MeanAbs", ("--norm_plan=MM MM M",), ()),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_train_a_norm_with_a_running_statistic(train_ok, tiny_data, tmp_path, way):
-    """Each gives the losses of a plain run where it computes the same."""
-    file = write(tmp_path, "Running")
-    words = (*TINY, f"--norm_file={file}", "--norm_type=Running", f"--data_dir={tiny_data}")
-    words += ("--max_iters=5", "--lr_schedule=constant", "--learning_rate=1e-3")
-    more = WAYS[way]
-    ranks = 2 if way == "fsdp" else 1
-    train_ok(*words, *more, f"--out_dir={tmp_path / way}", ranks=ranks, timeout=300)
-    if way == "muon":
-        assert losses(tmp_path / way)[5] < losses(tmp_path / way)[1]
-        return
-    plain = [word for word in more if "bias" in word]
-    plain += ["--initial_gain=0.8"] if way == "gains" else []
-    train_ok(*words, *plain, f"--out_dir={tmp_path / 'plain'}", ranks=ranks)
-    assert apart(losses(tmp_path / way), losses(tmp_path / "plain")) <= 1e-5
-    assert apart(val_losses(tmp_path / way), val_losses(tmp_path / "plain")) <= 1e-5
+def test_ways_to_train_that_compute_the_same(train_ok, tiny_data, tmp_path, way):
+    norm_type, more, both = WAYS[way]
+    file = write(tmp_path, norm_type)
+    words = (*TINY, f"--norm_file={file}", f"--norm_type={norm_type}", f"--data_dir={tiny_data}")
+    words += ("--max_iters=5", "--lr_schedule=constant", "--learning_rate=1e-3", *both)
+    ranks = 2 if "--parallel=fsdp" in more else 1
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    train_ok(*words, f"--out_dir={plain}", ranks=ranks)
+    train_ok(*words, *more, f"--out_dir={other}", ranks=ranks, timeout=300)
+    assert apart(losses(other), losses(plain)) <= 1e-5
+    assert apart(val_losses(other), val_losses(plain)) <= 1e-5
+
+
+def test_muon_trains_the_matrices_of_a_norm(train_ok, tiny_data, tmp_path):
+    file = write(tmp_path, "sandwich")
+    words = (*TINY, f"--norm_file={file}", "--norm_type=sandwich", f"--data_dir={tiny_data}")
+    words += ("--max_iters=12", "--optimizer=muon", f"--out_dir={tmp_path / 'run'}")
+    text = train_ok(*words).text()
+    # In two blocks: q, k, v, proj, up, down and the linears of two input and two output norms
+    assert "muon for 20 matrices" in text
+    assert losses(tmp_path / "run")[12] < losses(tmp_path / "run")[1]
+
+
+def test_arms_and_pairs(train_ok, tiny_data, tmp_path):
+    """A norm is compared with RMSNorm; two files with the same name are not one arm."""
+    file = write(tmp_path, "MeanAbs")
+    words = (*TINY, f"--norm_file={file}", f"--data_dir={tiny_data}", "--max_iters=2")
+    for norm_type, seed in (("rms", 1), ("MeanAbs", 1), ("MeanAbs", 2)):
+        out = tmp_path / f"{norm_type}-{seed}"
+        train_ok(*words, f"--norm_type={norm_type}", f"--seed={seed}", f"--out_dir={out}")
+        file.write_text(file.read_text() + f"# after seed {seed}\n" * (norm_type != "rms"))
+    rms, first, second = (Run(tmp_path / name) for name in ("rms-1", "MeanAbs-1", "MeanAbs-2"))
+    assert "norm_file" not in rms.start and not (rms.path / COPY).exists()
+    pairs, left_out = pair_by_seed(by_arm([rms, first]), "rms")
+    assert [pair.run for pair in pairs["MeanAbs"]] == [first] and not left_out
+    with pytest.raises(UserError, match="both are named MeanAbs, but norm_sha256 is"):
+        by_arm([rms, first, second])
 
 
 def test_a_plan_mixes_a_norm_of_a_file_with_those_of_the_house(registry, tmp_path):
@@ -240,9 +255,7 @@ def test_what_a_norm_draws_is_the_same_every_time(registry, tmp_path):
     assert noises[0].std() > 0
 
 
-def test_weightless_moves_its_gain_and_other_conversions_refuse(
-    train_ok, train_fails, tiny_data, tmp_path
-):
+def test_programs_that_take_the_file(train_ok, train_fails, tiny_data, tmp_path):
     file = write(tmp_path, "MeanAbs")
     named = f"--norm_file={file}"
     words = (*TINY, named, "--norm_type=MeanAbs", f"--data_dir={tiny_data}", "--max_iters=3")
@@ -253,10 +266,16 @@ def test_weightless_moves_its_gain_and_other_conversions_refuse(
     assert "exact" in text
     saved = json.loads((out / "config.json").read_text())
     assert saved["norm_gain"] == "none" and saved["norm_sha256"] == digest(file)
+    told = train_fails(spec, named, "--data=/nowhere", program="hellaswag")
+    assert "/nowhere" in told  # the model is there
+    assert "wrote" in train_ok(spec, named, program="report").text()
     for to in ("rms", "folded", "coupled", "hf"):
         more = ("--inexact",) if to == "coupled" else ()
         job = (spec, f"--to={to}", f"--out={tmp_path / to}", named, *more)
         assert "MeanAbs" in train_fails(*job, program="convert", code=1 if to == "hf" else 2)
+    file.write_text(file.read_text() + "# edited\n")
+    assert digest(file) in train_fails(spec, named, program="report")
+    assert digest(file) in train_fails(spec, named, "--to=weightless", program="convert")
 
 
 # ---------------------------------------------------------------------------------- refused files
