@@ -6,6 +6,8 @@
         norms tapered away -> weights: exact
     python convert.py out/rms --to=weightless --out=out/rms-weightless
         gains and biases of norms -> the linears that alone read them: exact
+    python convert.py out/mine --norm_file=my_norm.py --to=weightless --out=out/mine-weightless
+        a model whose norm is in a file
     python convert.py out/rms --to=coupled --inexact --out=out/rms-coupled
         RMSNorm -> CoupledNorm, alpha calibrated
     python convert.py out/layer --analyze

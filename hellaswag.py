@@ -2,6 +2,8 @@
 
     # the items are downloaded once, into data/hellaswag/
     python hellaswag.py out/small/rms-8
+    # a model whose norm is in a file
+    python hellaswag.py out/mine --norm_file=my_norm.py
     python hellaswag.py openai-community/gpt2 --data=hellaswag_val.jsonl.xz
     torchrun --standalone --nproc_per_node=8 hellaswag.py out/gpt2
 

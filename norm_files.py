@@ -58,7 +58,10 @@ def add_norms(file: NormFile) -> None:
     classes = classes_of(module)
     letters = letters_of(classes, file)
     rows = {kind.__name__: default_row(kind, letter) for letter, kind in letters.items()}
-    rows |= getattr(module, "TYPES", {})
+    own_rows = getattr(module, "TYPES", {})
+    if not isinstance(own_rows, dict):
+        raise ConfigError(f"norm_file={file.path}: TYPES must be a dict: name -> NormType")
+    rows |= own_rows
     if not rows:
         raise ConfigError(f"norm_file={file.path}: no subclass of norms.Norm is in it: write one")
     known_keys = {key for row in NORM_TYPES.values() for key in row.keys}

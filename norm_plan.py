@@ -273,8 +273,7 @@ def foreign_keys(norm_type: str) -> dict[str, str]:
     for other, row in NORM_TYPES.items():
         for name in row.keys:
             readers.setdefault(name, []).append(other)
-    # A list, because a damaged config may have a value here that cannot be hashed.
-    if norm_type not in [*NORM_TYPES]:
+    if norm_type not in NORM_TYPES:
         del readers[PIN]  # it says which file has this type
     return {name: " or ".join(types) for name, types in readers.items() if norm_type not in types}
 

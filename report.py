@@ -10,6 +10,8 @@
         an archive of runs, as sweep.sh keeps them
     python report.py --published
         CoupledNorm's Table 1, from its printed numbers
+    python report.py out/mine --norm_file=my_norm.py
+        refuse runs of another norm file; it does not run
 
 An arm is a norm type with its norm keys, such as "coupled --coupled_span=2", or the name that it
 was given (sweep.sh, or train.py's key `arm`). Every arm is compared with the baseline, seed by

@@ -2,6 +2,8 @@
 
     python sample.py out/demo --prompt="def " --max_new_tokens=300
     python sample.py out/demo/ckpt_last.pt --prompt=FILE:prompt.txt --temperature=0
+    python sample.py out/mine --norm_file=my_norm.py
+        a model whose norm is in a file
 
 The first argument is the model: a run folder (its best checkpoint), a checkpoint file, a Hugging
 Face folder or hub name, or `random:` and a published shape.

@@ -26,12 +26,13 @@ from helpers import (
 import norm_files
 import norm_plan
 import norm_types
-from common.errors import UserError
+from common.errors import CheckpointError, UserError, one_line
 from common.norm_file import COPY, read_norm_file
 from evidence.comparison import pair_by_seed
 from evidence.runs import Run, by_arm
 from model import GPT, GPTConfig
 from norm_plan import NormConfig
+from training.checkpoint import model_config
 
 RUNNING = """
 import torch
@@ -296,6 +297,7 @@ BAD = {
         "from norms import RMSNorm\nclass A(RMSNorm):\n    pass\n",
         "A is a subclass of RMSNorm",
     ),
+    "no rows": ("TYPES = ['a']\n", "TYPES must be a dict"),
     "no row": ("TYPES = {'a': 'b'}\n", "no norm_types.NormType"),
     "a name with a slash": (
         "from norm_types import *\nTYPES = {'a/b': NormType(uniform('R'), 'R')}\n",
@@ -345,6 +347,18 @@ def test_the_digest_that_a_script_gives_is_checked(registry, tmp_path):
         NormConfig(norm_type="MeanAbs", norm_sha256="0" * 64)
     with pytest.raises(UserError, match="norm_sha256 is a key of"):
         NormConfig(norm_type="rms", norm_sha256=digest(path))
+
+
+@pytest.mark.parametrize("norm_type", ["A\n\x1b[31merror: none", "A" * 5000], ids=["lines", "long"])
+def test_a_config_from_others_is_refused_in_one_line(tmp_path, norm_type):
+    """It says which file to give, and what it calls its norm cannot look like a message."""
+    saved = {"norm_type": norm_type, "norm_sha256": "a" * 64}
+    with pytest.raises(CheckpointError) as told:
+        model_config(saved, tmp_path / "ckpt_best.pt")
+    text = str(told.value)
+    assert text.isprintable() and "norm_type 'A" in text
+    # The middle of a long message is left out.
+    assert "a" * 64 in one_line(text) and "--norm_file=FILE" in one_line(text)
 
 
 def test_the_environment_names_a_file_too(registry, tmp_path, monkeypatch):
