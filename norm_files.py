@@ -121,14 +121,16 @@ def letters_of(classes: Iterable[type[Norm]], file: NormFile) -> dict[str, type[
     They follow from the file alone, because a saved plan is written in them.
     """
     letters: dict[str, type[Norm]] = {}
-    for kind in classes:
+    # Those that name their letter first. A subclass of one of them does not name it again.
+    own_letters = {kind: vars(kind).get("letter", "") for kind in classes}
+    for kind in sorted(classes, key=lambda kind: not own_letters[kind]):
         if issubclass(kind, RMSNorm | SharedRMSNorm):
             raise ConfigError(
                 f"norm_file={file.path}: {kind.__name__} is a subclass of RMSNorm, whose kernels "
                 "add and normalise without its forward: make it one of norms.Norm"
             )
         free = [one for one in string.ascii_letters if one not in NORMS and one not in letters]
-        own = kind.letter
+        own = own_letters[kind]
         if own and own not in free:
             raise ConfigError(
                 f"norm_file={file.path}: letter={own!r} of {kind.__name__} is taken, or no letter: "

@@ -18,10 +18,12 @@ from helpers import (
     contents,
     events,
     losses,
+    plan,
     records,
     same_run,
     val_losses,
 )
+from torch.utils.checkpoint import checkpoint
 
 import norm_files
 import norm_plan
@@ -32,6 +34,7 @@ from evidence.comparison import pair_by_seed
 from evidence.runs import Run, by_arm
 from model import GPT, GPTConfig
 from norm_plan import NormConfig
+from taper import StepMean
 from training.checkpoint import model_config
 
 RUNNING = """
@@ -240,6 +243,35 @@ def test_a_plan_mixes_a_norm_of_a_file_with_those_of_the_house(registry, tmp_pat
     y, _ = model.norm_e.norm(h)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.abs().float().mean(-1), torch.ones(2, 3), rtol=0.02, atol=0)
+
+
+def test_a_running_statistic_counts_each_token_once():
+    """Also where the forward pass is computed again in backward (recompute)."""
+    mean = StepMean(2)
+
+    def forward(x):
+        mean.add(x.detach())
+        return x.square().sum()
+
+    x = torch.ones(3, 2, requires_grad=True)
+    checkpoint(forward, x, use_reentrant=False).backward()
+    assert mean.sum.tolist() == [3, 3, 3]
+    mean.update()
+    assert torch.equal(mean.value(), torch.ones(2)) and not mean.sum.any()
+
+
+def test_letters(registry, tmp_path):
+    """A letter that is named goes before one of the name; a subclass has another one."""
+    path = tmp_path / "three.py"
+    path.write_text(
+        "from norms import Norm\n"
+        "class Mean(Norm): pass\n"
+        "class Named(Norm): letter = 'M'\n"
+        "class Narrow(Named): pass\n"
+    )
+    norm_files.add_norms(read_norm_file(str(path)))
+    plans = {name: plan(name, n_layer=0).letters for name in ("Mean", "Named", "Narrow")}
+    assert plans == {"Mean": "m", "Named": "M", "Narrow": "N"}
 
 
 def test_what_a_norm_draws_is_the_same_every_time(registry, tmp_path):
