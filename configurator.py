@@ -28,6 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from common import nanogpt
 from common.errors import ConfigError
+from common.norm_file import KEY as NORM_FILE
+from common.norm_file import refuse
 
 T = TypeVar("T")
 
@@ -119,6 +121,8 @@ def read_config_file(path: str | Path) -> dict[str, tuple[Any, int]]:
                     pass  # a docstring
                 case ast.Import(names=[ast.alias(name="time", asname=None)]):
                     pass  # of nanoGPT's configs, for a name that is not needed
+                case ast.ImportFrom(module="norms"):
+                    raise ValueError(f"this is a norm file, no config file: --{NORM_FILE}={path}")
                 case ast.Assign(targets=[ast.Name(id=name)]) if name in nanogpt.NOT_NEEDED:
                     found[name] = (None, statement.lineno)
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
@@ -255,6 +259,9 @@ class Overrides:
             ConfigError: the key is unknown, or the value of another type, none of the choices or
                 beyond its bounds.
         """
+        if name == NORM_FILE:
+            # A program that takes one has taken it out of its command line before.
+            refuse(origin)
         if name not in self.fields:
             near = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "--help lists all keys"

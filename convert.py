@@ -6,6 +6,8 @@
         norms tapered away -> weights: exact
     python convert.py out/rms --to=weightless --out=out/rms-weightless
         gains and biases of norms -> the linears that alone read them: exact
+    python convert.py out/mine --norm_file=my_norm.py --to=weightless --out=out/mine-weightless
+        a model whose norm is in a file
     python convert.py out/rms --to=coupled --inexact --out=out/rms-coupled
         RMSNorm -> CoupledNorm, alpha calibrated
     python convert.py out/layer --analyze
@@ -72,6 +74,7 @@ from hf.config import COUPLED, architecture, gpt_config
 from hf.weights import export_hf
 from load import load_model
 from model import GPT
+from norm_files import take_norm_file
 from norm_types import SHARED
 from posthoc.coupling import refusal, text_windows, to_coupled
 from training.checkpoint import BEST, LAST
@@ -412,7 +415,7 @@ def convert_ours(spec: str, config: ConvertConfig) -> tuple[Certificate, list[st
 
 
 def main(argv: list[str]) -> None:
-    config, spec = parse_args(ConvertConfig, argv, __doc__, spec=True)
+    config, spec = parse_args(ConvertConfig, take_norm_file(argv), __doc__, spec=True)
     told = {"spec": spec, "to": config.to, "out": config.out}
     if config.to == "hf":
         path = Path(spec, "certificate.json")

@@ -2,6 +2,8 @@
 
     # the items are downloaded once, into data/hellaswag/
     python hellaswag.py out/small/rms-8
+    # a model whose norm is in a file
+    python hellaswag.py out/mine --norm_file=my_norm.py
     python hellaswag.py openai-community/gpt2 --data=hellaswag_val.jsonl.xz
     torchrun --standalone --nproc_per_node=8 hellaswag.py out/gpt2
 
@@ -22,6 +24,7 @@ from configurator import key, parse_args
 from data.tokenizers import tokenizer_of
 from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, HellaSwag
 from load import load_model
+from norm_files import take_norm_file
 
 OWN_ITEMS = rb'{"item": .*"acc_choice"'  # how a file of per-item results begins
 
@@ -61,7 +64,7 @@ def target_file(config: HellaSwagConfig, spec: str) -> Path | None:
 
 
 def main(argv: list[str]) -> None:
-    config, spec = parse_args(HellaSwagConfig, argv, __doc__, spec=True)
+    config, spec = parse_args(HellaSwagConfig, take_norm_file(argv), __doc__, spec=True)
     if config.out:
         check_replaceable(Path(config.out), OWN_ITEMS)  # now, not after the scoring
     with Ranks.start(config.device) as ranks:

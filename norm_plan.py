@@ -34,6 +34,7 @@ row into NORM_TYPES (norm_types.py). See DynamicTanh, D and dyt for an example.
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -41,6 +42,7 @@ from typing import Any
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.norm_file import KEY, PIN
 from configurator import check_ranges, key
 from kernels import MODES
 from norm_types import (
@@ -179,13 +181,24 @@ class NormConfig:
     taper_anchor: float = key(
         0.0, "taper: weight of the loss that holds the final stream's scale", least=0, most=1e6
     )
+    # The digest and never the path: a saved config names the code that it needs, and cannot run it.
+    norm_sha256: str = key(
+        "", "SHA-256 of the norm file that has the norm type ('': the one that is given)"
+    )
 
     def __post_init__(self) -> None:
+        if not re.fullmatch("([0-9a-f]{64})?", self.norm_sha256):
+            raise ConfigError(f"{PIN}={self.norm_sha256!r}: a SHA-256 has 64 digits, 0-9 and a-f")
         if self.norm_type not in NORM_TYPES:
-            # RMSNorm is rms.
-            bare = self.norm_type.lower().removesuffix("norm")
-            near = difflib.get_close_matches(bare, NORM_TYPES, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown norm_type {self.norm_type!r}: did you mean {near[0]}?")
+            raise ConfigError(self._unknown_type())
+        source = self.type.source
+        if source is not None and self.norm_sha256 not in ("", source.sha256):
+            raise ConfigError(
+                f"norm_type {self.norm_type!r} is that of a norm file with the SHA-256 "
+                f"{self.norm_sha256}, and {KEY}={source.path} has {source.sha256}: give that file"
+            )
+        if source is not None:
+            object.__setattr__(self, PIN, source.sha256)  # frozen for everybody else
         # A key that would do nothing is a mistake of its user.
         for name, readers in foreign_keys(self.norm_type).items():
             if getattr(self, name) != getattr(NormConfig, name):
@@ -206,6 +219,20 @@ class NormConfig:
             raise ConfigError(
                 "taper_end=1: is it a step or the whole run? Give a later step, or a share below 1"
             )
+
+    def _unknown_type(self) -> str:
+        """Say what to do about a norm type that is not in the registry."""
+        if self.norm_sha256:
+            return (
+                f"norm_type {self.norm_type!r} is of a norm file: give the file with the SHA-256 "
+                f"{self.norm_sha256}, --{KEY}=FILE"
+            )
+        bare = self.norm_type.lower().removesuffix("norm")  # RMSNorm is rms
+        near = difflib.get_close_matches(bare, NORM_TYPES, n=1, cutoff=0.0)
+        return (
+            f"unknown norm_type {self.norm_type!r}: did you mean {near[0]}? (A norm of your own "
+            f"needs --{KEY}=FILE.)"
+        )
 
     @property
     def type(self) -> NormType:
@@ -242,10 +269,12 @@ def foreign_keys(norm_type: str) -> dict[str, str]:
 
     Their values in a saved config mean nothing: they are the defaults of its time.
     """
-    readers: dict[str, list[str]] = {}
+    readers: dict[str, list[str]] = {PIN: ["one of a norm file"]}
     for other, row in NORM_TYPES.items():
         for name in row.keys:
             readers.setdefault(name, []).append(other)
+    if norm_type not in NORM_TYPES:
+        del readers[PIN]  # it says which file has this type
     return {name: " or ".join(types) for name, types in readers.items() if norm_type not in types}
 
 

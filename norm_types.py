@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from common.norm_file import NormFile
 from norms import CenteredLinear, center
 
 Config = Any  # norm_plan.NormConfig
@@ -65,6 +66,7 @@ class NormType:
     first_border_is_plain: bool = False  # weight 1 at position 2 (KEEL)
     scales_by_depth: bool = False  # gains of block l are divided by sqrt(l)
     recipe: Recipe = COMMON
+    source: NormFile | None = None  # where it is of a file of the user's own (norm_files.py)
 
 
 # ---------------------------------------------------------------------------------- default plans

@@ -58,10 +58,38 @@ class FoldedForm(NamedTuple):
 
 
 class Norm(nn.Module):
-    """A formula: the base of all norms.
+    """A formula: the base of all norms, and the interface of those in a file of the user's own.
 
-    The parameters `weight` and `bias` are (C,), float32 by default. The gain is the weight itself,
-    or (offset + weight) / sqrt(depth).
+    A subclass has to write `forward` alone:
+
+        forward(h, inv_rms) -> (y, inv_rms)
+
+    h is the stream (B, T, C), as in the head of this file. inv_rms is what the norm before handed
+    on: hand on None, or a statistic (B, T, 1) of its own. y has the type of h. These names are
+    stable; whatever else is here may change.
+
+        self.affine(y, dtype)     gain and bias in the precision of y, rounded once to `dtype`
+        self.eps, self.channels   as given; self.training as in every module
+        self.weight, self.gain, self.bias
+                                  (C,) or None (norm_gain=none); the gain is the weight itself, or
+                                  (offset + weight) / sqrt(depth)
+        set_step(step, max_iters) called before each training step, on every rank; here a norm
+                                  moves its schedules and statistics
+        gains()                   parameters that a recipe with decay_gains decays
+        of_plan(plan, number)     how a norm is made, where it takes more than the arguments below
+        letter                    its letter in norm plans; "" for one of its name
+        log_drift, calibrate, folded_form
+                                  for a norm that shares a statistic, has a free scalar, or folds
+
+    For the formula: norms.statistics_dtype(h), float64 for float64 and else float32;
+    norms.inverse_rms(h, eps), which is 1 / RMS(h) (..., 1) in that type; norms.whole(parameter),
+    the whole tensor under FSDP (all ranks must call it). A statistic that runs over steps is a
+    taper.StepMean. A parameter that a phase does not use goes through taper.keep_in_graph, because
+    DDP waits for its gradient. A layout is a norm_types.NormType.
+
+    Rules: A learned scalar is (1,), because FSDP refuses (). What __init__ draws is the same for
+    every seed; linears are drawn anew from the seed, as those of the model are. forward must be one
+    graph for torch.compile: no branch on values of a tensor, no .item().
 
     Args:
         channels: C.
@@ -74,6 +102,7 @@ class Norm(nn.Module):
     """
 
     centers = False  # does it subtract the mean over channels?
+    letter = ""
 
     def __init__(
         self,
@@ -97,6 +126,14 @@ class Norm(nn.Module):
         # A tensor (), because torch.compile would make one graph for each value of a Python number.
         # Not its root, because l is exact in every type.
         self.register_buffer("depth", None if depth is None else torch.tensor(float(depth)))
+
+    @classmethod
+    def of_plan(cls, plan: Any, number: int) -> "Norm":
+        """Make the norm for letter `number` of a norm plan (norm_plan.NormPlan).
+
+        A norm of a norm file is made so. It may read keys of plan.config.
+        """
+        return cls(**plan.common(number))
 
     @property
     def gain(self) -> Tensor | None:

@@ -10,6 +10,8 @@
         an archive of runs, as sweep.sh keeps them
     python report.py --published
         CoupledNorm's Table 1, from its printed numbers
+    python report.py out/mine --norm_file=my_norm.py
+        refuse runs of another norm file; it does not run
 
 An arm is a norm type with its norm keys, such as "coupled --coupled_span=2", or the name that it
 was given (sweep.sh, or train.py's key `arm`). Every arm is compared with the baseline, seed by
@@ -31,6 +33,7 @@ import numpy as np
 from scipy.stats import gmean
 
 from common.errors import ConfigError, UserError, run_program
+from common.norm_file import NormFile, split_norm_file
 from common.output import check_replaceable, markdown, write_bytes_atomically, writing
 from common.plotting import check_picture
 from configurator import key, parse_args
@@ -541,8 +544,19 @@ def said(report: Report) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def check_norm_file(run: Run, file: NormFile | None) -> None:
+    """Raise UserError for a run of another norm file than the one given. The file does not run."""
+    then = run.start.get("norm_file")
+    if file and then and then["sha256"] != file.sha256:
+        raise UserError(
+            f"{run.name}: its norm file {then['name']} had the SHA-256 {then['sha256']}, and "
+            f"norm_file={file.path} has {file.sha256}: leave the run out, or give its file"
+        )
+
+
 def main(argv: list[str]) -> None:
     """Run the program with these command-line arguments."""
+    argv, norm_file = split_norm_file(argv)
     paths = [Path(word) for word in argv if not word.startswith("-")]
     config, _ = parse_args(ReportConfig, [word for word in argv if word.startswith("-")], __doc__)
     if config.published:
@@ -556,6 +570,7 @@ def main(argv: list[str]) -> None:
     runs = find_runs(paths)
     for run in runs:
         run.check()
+        check_norm_file(run, norm_file)
     if not config.baseline:
         for run in runs:
             if difference := difference_in_data(run, runs[0]):

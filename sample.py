@@ -2,6 +2,8 @@
 
     python sample.py out/demo --prompt="def " --max_new_tokens=300
     python sample.py out/demo/ckpt_last.pt --prompt=FILE:prompt.txt --temperature=0
+    python sample.py out/mine --norm_file=my_norm.py
+        a model whose norm is in a file
 
 The first argument is the model: a run folder (its best checkpoint), a checkpoint file, a Hugging
 Face folder or hub name, or `random:` and a published shape.
@@ -17,6 +19,7 @@ from common.errors import ConfigError, run_program
 from configurator import key, parse_args
 from data.tokenizers import decode, tokenizer_of
 from load import load_model
+from norm_files import take_norm_file
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def read_prompt(prompt: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    config, spec = parse_args(SampleConfig, argv, __doc__, spec=True)
+    config, spec = parse_args(SampleConfig, take_norm_file(argv), __doc__, spec=True)
     text = read_prompt(config.prompt)
     device = find_device(config.device)
     model = load_model(spec).to(device)

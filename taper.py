@@ -77,6 +77,9 @@ class TaperSchedule:
 class StepMean(nn.Module):
     """Exponential moving average, over steps, of a vector's mean over all tokens of a step.
 
+    A statistic of a norm that runs over steps: `forward` calls `add` while self.training, and
+    `set_step` calls `update`; `value` may be read at any time, and is 0 before the first step.
+
     Micro-batches add to a sum. `update` forms the mean over micro-batches and ranks, and moves the
     average once a step. So the value does not depend on the number of ranks, and the checkpoint of
     rank 0 is right for all of them.
@@ -93,7 +96,12 @@ class StepMean(nn.Module):
 
     @torch.no_grad()
     def add(self, values: Tensor) -> None:
-        """Add values (tokens, size) of a micro-batch."""
+        """Add values (tokens, size) of a micro-batch.
+
+        Where blocks are computed again in backward (recompute), the second time does not count.
+        """
+        if is_recomputing():
+            return
         self.sum[:-1] += values.sum(0)
         self.sum[-1] += values.shape[0]
 

@@ -4,6 +4,9 @@
     python train.py config/demo.py
     python train.py config/demo.py --norm_type=rms --out_dir=out/rms
 
+    # a norm of your own, a class in a file (docs/norms.md)
+    python train.py config/demo.py --norm_file=my_norm.py --norm_type=MeanAbs --out_dir=out/mine
+
     # 8 GPUs of one machine: each holds the whole model (DDP), or a share of a larger one (FSDP)
     torchrun --standalone --nproc_per_node=8 train.py config/coupled.py
     torchrun --standalone --nproc_per_node=8 train.py config/coupled.py --parallel=fsdp
@@ -30,12 +33,15 @@ from torch import Tensor
 
 from common.distributed import Ranks, replicate, shard
 from common.environment import Precision, faster_float32_products
-from common.errors import ConfigError, run_program
+from common.errors import ConfigError, UserError, cannot_write, run_program
+from common.norm_file import COPY as NORM_FILE_COPY
+from common.output import check_replaceable, write_bytes_atomically
 from configurator import parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from, take_shape
 from model import GPT, check_memory
+from norm_files import take_norm_file
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, tapers
 from training.checkpoint import BEST, LAST, restore
@@ -246,6 +252,7 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
             run.notes.insert(0, choice)
         # Last: if anything before fails, the log in out_dir is untouched.
         run.open_log(config, start, "config.json")
+        ranks.together(lambda: keep_norm_file(config, run))
         loop.run()
 
 
@@ -288,15 +295,34 @@ def build_model(
     return model.to(ranks.device)
 
 
+def keep_norm_file(config: TrainConfig, run: RunFolder) -> None:
+    """Leave the text of the norm file in the run folder, where nothing runs it.
+
+    Raises UserError if it cannot be written.
+    """
+    source = config.type.source
+    if source is None or not run.ranks.is_main:
+        return
+    path = run.path / NORM_FILE_COPY
+    check_replaceable(path)
+    try:
+        write_bytes_atomically(path, source.content)
+    except OSError as error:
+        raise UserError(cannot_write(path, error)) from None
+
+
 def describe(config: TrainConfig, model: GPT, tokens_per_step: int) -> dict[str, Any]:
     """Return the values of the log's `start` event."""
+    source = config.type.source
+    code = {} if source is None else {"norm_file": {"name": source.name, "sha256": source.sha256}}
     return {
+        **code,
         "n_params": model.num_params(),
         "norm_plan": str(model.plan),
         "norm_notes": model.plan.notes(at_start=not config.init_from),
         # report.py names an arm by the keys that are not at their defaults. It learns here
         # which keys are about norms.
-        "norm_keys": keys_of(config.norm_type),
+        "norm_keys": keys_of(config.norm_type) | ({"norm_sha256": source.sha256} if source else {}),
         "other_norm_keys": sorted(foreign_keys(config.norm_type)),
         "tokens_per_step": tokens_per_step,
         # as it follows from weight_decay or decay_per_step
@@ -336,9 +362,12 @@ def notes(config: TrainConfig, model: GPT, start: dict[str, Any], run: RunFolder
 
 
 def main(argv: list[str]) -> None:
-    config, _ = parse_args(TrainConfig, argv, __doc__, complete=take_shape)
+    config, _ = parse_args(TrainConfig, take_norm_file(argv), __doc__, complete=take_shape)
     # Raises if the ranks do not divide the micro-batches of a step.
     with Ranks.start(config.device, config.gradient_accumulation_steps) as ranks:
+        ranks.check_same(
+            config.norm_sha256, "ranks have different norm files: copy the same to each machine"
+        )
         if config.parallel == "fsdp" and not ranks.are_joined:
             raise ConfigError("parallel=fsdp divides the model among ranks: start it with torchrun")
         if ranks.device.type == "cpu":

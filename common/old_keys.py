@@ -6,6 +6,8 @@ its old value is translated here, so that an older run means what it meant.
 
 from typing import Any
 
+from common.norm_file import check_none_is_named
+
 # (key, value) of older runs -> those of today. None stands for any value, which stays.
 SPELLINGS = {
     # Once a bool: RMSNorm over the channels of each head, or none.
@@ -71,7 +73,11 @@ def as_today(config: dict[str, Any]) -> dict[str, Any]:
     Keys that the config lacks stay absent: their defaults are what older programs did, but for
     norm_recipe, which older dyt runs did not have. Keys of RETIRED stay: whoever builds a model or
     resumes a run looks at their values.
+
+    Raises:
+        ConfigError: it names a norm file, which no run saves: code never runs because of it.
     """
+    check_none_is_named(config)
     # In the order of the saved keys, in which report.py names an arm.
     config = dict(_translated(name, value) for name, value in config.items())
     recipe = OLD_RECIPES.get(config.get("norm_type"))

@@ -18,6 +18,7 @@ from common.stats import ALPHA, detectable_effect, largest_sd
 from configurator import parse_args
 from evidence.runs import NAMES, RATES, Run, in_archive
 from load import take_shape
+from norm_files import take_norm_file
 from norm_plan import NormConfig, foreign_keys, keys_of
 from training.config import TrainConfig
 from training.tracker import check_tracker
@@ -67,7 +68,8 @@ def check_sweep(
 
 def parse(words: list[str], out: Path) -> TrainConfig:
     """Read words of train.py as it would. Raises ConfigError."""
-    config, _ = parse_args(TrainConfig, [*words, f"--out_dir={out}"], complete=take_shape)
+    words = [*take_norm_file(words), f"--out_dir={out}"]
+    config, _ = parse_args(TrainConfig, words, complete=take_shape)
     return config
 
 

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from helpers import Job, write_tiny_shards
 
+from norm_plan import NORMS
+from norm_types import NORM_TYPES
+
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays until the end: the garbage collector need not go through it
@@ -92,6 +95,16 @@ def train_fails(launch):
         return line
 
     return run
+
+
+@pytest.fixture
+def registry():
+    """What a norm file adds to the registries of this process goes again."""
+    kept = [(table, dict(table)) for table in (NORMS, NORM_TYPES)]
+    yield
+    for table, before in kept:
+        table.clear()
+        table.update(before)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 
 import model
 import train
+from common import norm_file
 from common.distributed import share
 from common.errors import UserError
 from training import choices, dataloader, evaluation, run
@@ -66,6 +67,15 @@ def other_data(rank: int) -> None:
     @replaces(dataloader.Blocks, "fingerprint")
     def changed(original, self):
         return original(self) + other
+
+
+def other_norm_file() -> None:
+    """Each rank has another norm file."""
+
+    @replaces(norm_file, "read_norm_file")
+    def changed(original, *words):
+        file = original(*words)
+        return file._replace(content=file.content + f"# {os.environ['RANK']}".encode())
 
 
 def other_place(**values: object) -> None:

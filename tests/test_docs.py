@@ -70,6 +70,7 @@ python train.py config/demo.py --norm_type=coupled --norm_plan="Rs RR RR RR R" \
   --out_dir=out/block0
 python train.py config/demo.py --norm_type=layer --out_dir=out/layer
 python train.py config/demo.py --norm_type=taper --out_dir=out/taper
+python train.py config/demo.py --norm_file=my_norm.py --norm_type=MeanAbs --out_dir=out/mine
 python train.py config/demo.py --norm_type=taper --taper_final=True --taper_anchor=0.1 \
   --out_dir=out/no-norms
 python train.py config/demo.py --init_from=out/layer --norm_type=taper --taper_base=layer \
@@ -209,6 +210,7 @@ repro/lasts.sh CODE S
 repro/point_wise.sh CODE rates
 """,
     "another test runs the program at toy size": """
+python sample.py out/mine --norm_file=my_norm.py
 python train.py config/demo.py --data_dir=data/mine --out_dir=out/mine
 pip install .
 torchrun --standalone --nproc_per_node=2 train.py config/demo.py
@@ -297,7 +299,7 @@ class Parsed(Exception):
 
 @pytest.mark.xdist_group("docs")
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_program_files_and_arguments_of_a_command(command, house, monkeypatch):
+def test_program_files_and_arguments_of_a_command(command, house, monkeypatch, registry):
     """The program's main runs until its own parser has accepted the arguments, and no further."""
     monkeypatch.chdir(house)
     environment, program, words = split_command(command)
@@ -365,6 +367,7 @@ def house(tmp_path_factory) -> Path:
     for name in ("book.txt", "input.txt"):
         (folder / name).write_text(text)
     (folder / "prompt.txt").write_text("def ")
+    (folder / "my_norm.py").write_text(blocks(ROOT / "docs/norms.md", "python")[0])
     for name in ("train.jsonl", "val.jsonl", "a.jsonl"):
         (folder / name).write_text(f'{{"text": "{text}"}}\n' * 3)
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

@@ -21,7 +21,7 @@ LEVELS = (
     ("norms",),
     ("taper", "norm_types"),
     ("norm_plan",),
-    ("model",),
+    ("norm_files", "model"),
     ("training", "hf", "evidence"),
     ("load",),
     ("fold", "evals"),

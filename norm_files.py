@@ -1,0 +1,198 @@
+"""Norms in a file of the user's own: run it, and add its norm types to the registry.
+
+    python train.py config/demo.py --norm_file=my_norm.py --norm_type=MeanAbs
+
+Every subclass of Norm in the file, but those whose name begins with an underscore, becomes a norm
+type of that name, used at all places as RMSNorm is in `rms`, and a letter of norm plans. The letter
+is the class's `letter`, else one of its name that is free. A dict TYPES in the file, name ->
+NormType, adds norm types with a layout, a recipe and keys of their own.
+
+The docstring of norms.Norm says what a norm may use. The file runs only because whoever typed the
+command named it (common/norm_file.py), and it is read once. Its folder is not on sys.path.
+"""
+
+import linecache
+import re
+import string
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+
+from common.errors import ConfigError, UserError
+from common.norm_file import PIN, NormFile, default_norm_file, split_norm_file
+from norm_plan import NORMS, NormPlan
+from norm_types import NONE, NORM_TYPES, NormType, uniform
+from norms import Norm, RMSNorm, SharedRMSNorm
+
+# Beside the norm's own letter: norms of the house that a plan may have at other places
+OTHERS = "RL"
+
+
+def take_norm_file(argv: list[str]) -> list[str]:
+    """Run the norm file that a command line, or else NANONORM_NORMS, names, and add its norms.
+
+    Args:
+        argv: the words of the command line.
+
+    Returns:
+        The words without --norm_file=FILE and --norm_sha256=DIGEST.
+
+    Raises:
+        UserError: the file cannot be read, has another digest, fails, or has no norm.
+    """
+    argv, file = split_norm_file(argv, default_norm_file())
+    if file is not None:
+        add_norms(file)
+    return argv
+
+
+def add_norms(file: NormFile) -> None:
+    """Run a norm file, unless it has run, and add its rows and letters. Raises UserError."""
+    if any(row.source and row.source.sha256 == file.sha256 for row in NORM_TYPES.values()):
+        return
+    module = run_file(file)
+    classes = classes_of(module)
+    letters = letters_of(classes, file)
+    rows = {kind.__name__: default_row(kind, letter) for letter, kind in letters.items()}
+    own_rows = getattr(module, "TYPES", {})
+    if not isinstance(own_rows, dict):
+        raise ConfigError(f"norm_file={file.path}: TYPES must be a dict: name -> NormType")
+    rows |= own_rows
+    if not rows:
+        raise ConfigError(f"norm_file={file.path}: no subclass of norms.Norm is in it: write one")
+    known_keys = {key for row in NORM_TYPES.values() for key in row.keys}
+    for name, row in rows.items():
+        check_row(name, row, letters, known_keys, file)
+    # Only now, so that a file that is refused has added nothing.
+    NORMS.update((letter, builder(kind)) for letter, kind in letters.items())
+    NORM_TYPES.update(
+        (name, replace(row, keys=(*row.keys, PIN), source=file)) for name, row in rows.items()
+    )
+
+
+def run_file(file: NormFile) -> ModuleType:
+    """Run the bytes of a norm file as a module of their own. Raises ConfigError with the line."""
+    module = ModuleType(f"norm_file_{file.sha256[:16]}")
+    module.__file__ = file.path
+    # torch.compile looks a function's module up by its name.
+    sys.modules[module.__name__] = module
+    # A traceback shows the lines that run, also where the file has changed since.
+    text = file.content.decode(errors="replace")
+    linecache.cache[file.path] = (len(text), None, text.splitlines(keepends=True), file.path)
+    try:
+        exec(compile(file.content, file.path, "exec", dont_inherit=True), vars(module))
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{file.path}:{line_of(error, file)}: {type(error).__name__}: {error}: correct the "
+            "norm file"
+        ) from None
+    return module
+
+
+def line_of(error: Exception, file: NormFile) -> int | str:
+    """Return the last line of a norm file that an exception went through."""
+    if isinstance(error, SyntaxError):
+        return error.lineno or "?"
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f.lineno for f in reversed(frames) if f.filename == file.path), None) or "?"
+
+
+def classes_of(module: ModuleType) -> list[type[Norm]]:
+    """Return the norms that a module defines, in its order; imported ones are not its own."""
+    return [
+        value
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, Norm)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+    ]
+
+
+def letters_of(classes: Iterable[type[Norm]], file: NormFile) -> dict[str, type[Norm]]:
+    """Give each norm its letter: the class's own, else one of its name or the alphabet.
+
+    They follow from the file alone, because a saved plan is written in them.
+    """
+    letters: dict[str, type[Norm]] = {}
+    # Those that name their letter first. A subclass of one of them does not name it again.
+    own_letters = {kind: vars(kind).get("letter", "") for kind in classes}
+    for kind in sorted(classes, key=lambda kind: not own_letters[kind]):
+        if issubclass(kind, RMSNorm | SharedRMSNorm):
+            raise ConfigError(
+                f"norm_file={file.path}: {kind.__name__} is a subclass of RMSNorm, whose kernels "
+                "add and normalise without its forward: make it one of norms.Norm"
+            )
+        free = [one for one in string.ascii_letters if one not in NORMS and one not in letters]
+        own = own_letters[kind]
+        if own and own not in free:
+            raise ConfigError(
+                f"norm_file={file.path}: letter={own!r} of {kind.__name__} is taken, or no letter: "
+                f"free ones are {''.join(free)}"
+            )
+        of_name = (one for char in kind.__name__ for one in (char.upper(), char.lower()))
+        letters[own or next(one for one in [*of_name, *free] if one in free)] = kind
+    return letters
+
+
+def default_row(kind: type[Norm], letter: str) -> NormType:
+    """Return the row of a norm that sits where `rms` has its norms."""
+    elsewhere = OTHERS if moves(kind) else letter + OTHERS
+    inputs = letter + OTHERS + NONE
+    return NormType(uniform(letter), inputs, outputs=elsewhere, embeddings=elsewhere)
+
+
+def moves(kind: type[Norm]) -> bool:
+    """Does a norm prepare for each step? Input norms alone are asked to (Place.set_step)."""
+    return kind.set_step is not Norm.set_step
+
+
+def check_row(
+    name: str,
+    row: NormType,
+    letters: dict[str, type[Norm]],
+    known_keys: set[str],
+    file: NormFile,
+) -> None:
+    """Raise ConfigError for a row of TYPES, or a name of a class, that cannot be a norm type."""
+    where = f"norm_file={file.path}: norm type {name!r}"
+    if name in NORM_TYPES:
+        raise ConfigError(f"{where} is there already: give it another name")
+    # The name of an arm is part of names of folders.
+    if not re.fullmatch(r"[^\W\d]\w*", name):
+        raise ConfigError(f"{where}: a name is made of letters, digits and _: rename it")
+    if not isinstance(row, NormType):
+        raise ConfigError(
+            f"{where} is no norm_types.NormType: write TYPES = {{name: NormType(...)}}"
+        )
+    used = set(row.allowed_letters + row.outputs + row.embeddings)
+    if unknown := sorted(used - NORMS.keys() - letters.keys()):
+        raise ConfigError(f"{where} has letters of no norm, {''.join(unknown)}: remove them")
+    if unknown := sorted(set(row.keys) - known_keys):
+        raise ConfigError(
+            f"{where} reads {', '.join(unknown)}, and can read {', '.join(sorted(known_keys))}"
+        )
+    still = [one for one in row.outputs + row.embeddings if one in letters and moves(letters[one])]
+    if still:
+        raise ConfigError(
+            f"{where} has {still[0]} as an output norm or that of the embeddings, where set_step "
+            "is not called: keep it among the input norms"
+        )
+
+
+def builder(kind: type[Norm]) -> Callable[[NormPlan, int], Norm]:
+    """Return the function of plan and position that makes a norm, as NORMS has them."""
+
+    def build(plan: NormPlan, number: int) -> Norm:
+        # What a norm draws is the same on every rank and in every run: nothing else seeds it.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(number)
+            return kind.of_plan(plan, number)
+
+    return build
