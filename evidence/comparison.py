@@ -29,8 +29,9 @@ EQUAL_TIME = Metric("val_loss_equal_time", "nats per token", True)
 CHANCE = 0.25  # accuracy of a guess in HellaSwag: one of four endings
 NOT_JUDGED = "not judged"
 NO_VERDICT = "no verdict"
-# What may differ between the seeds of an arm: each may start from a checkpoint of its own.
-BY_SEED = ("seed", "init_from")
+# What may differ between the seeds of an arm: each may start from a checkpoint of its own, on a
+# device of its own. In a pair both are the same.
+BY_SEED = ("seed", "init_from", "device")
 
 Arms = dict[str, dict[int, Run]]  # arm -> seed -> run
 
@@ -216,17 +217,29 @@ class Comparison:
         return "; ".join(part for part in parts if part) + "."
 
 
-def like_baseline(arms: Arms, baseline: str) -> Arms:
-    """Return each arm's runs with the settings of the baseline's."""
+def like_baseline(arms: Arms, baseline: str, but: tuple[str, ...] = ()) -> Arms:
+    """Return each arm's runs with the settings of the baseline's; the keys `but` may differ."""
     first = next(run for run in arms[baseline].values() if not run.problem())
     return {
         arm: {
             seed: run
             for seed, run in its.items()
-            if not difference_in_settings(run, first, BY_SEED)
+            if not difference_in_settings(run, first, BY_SEED + but)
         }
         for arm, its in arms.items()
     }
+
+
+def arms_called(arms: Arms, name: str) -> list[str]:
+    """Return the arms with usable runs that somebody may mean by `name`.
+
+    An arm has a longer name than its runs where they have several rates, or where another arm has
+    the same short name.
+    """
+    if name in arms:
+        return [name]
+    usable = [arm for arm, runs in arms.items() if not all(run.problem() for run in runs.values())]
+    return [arm for arm in usable if next(iter(arms[arm].values())).arm == name]
 
 
 def check_alike(arm: str, runs: dict[int, Run]) -> None:

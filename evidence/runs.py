@@ -17,6 +17,7 @@ from common.errors import UserError
 from common.fingerprint import data_difference
 from common.old_keys import RETIRED, as_today, chosen_then
 from evidence.archive import SUFFIX, Content, by_run, files_of, read
+from evidence.names import told_apart
 
 # Norm keys and their defaults, for older logs that do not record them: those of every norm type
 # (""), and those that one norm type adds.
@@ -65,7 +66,7 @@ NAMES = {
     "full_val",
 }
 # The arms of a declared study may have rates of their own, chosen beforehand, and no warm-up.
-RATES = {"learning_rate", "min_lr", "warmup_iters"}
+RATES = ("learning_rate", "min_lr", "warmup_iters")
 # Packages of which a run may be resumed with another version and still be compared.
 HARMLESS_VERSIONS = {"python", "numpy"}
 # What a program did that does not have the key: not yet, or no more.
@@ -380,22 +381,40 @@ def in_archive(archive: Path) -> list[Run]:
     return [Run(archive / name, files) for name, files in sorted(by_run(read(archive)).items())]
 
 
+def arms_of(runs: list[Run]) -> list[str]:
+    """Return the name of each run's arm.
+
+    It is that of the run, with its rates after it where the arm has runs of several: they are arms
+    of their own, and no mean is over two of them. Short names are distinct.
+    """
+    names = [run.arm for run in runs]
+    for rate in RATES:
+        values: dict[str, set[Any]] = {}
+        for run, name in zip(runs, names, strict=True):
+            values.setdefault(name, set()).add(run.config[rate])
+        names = [
+            f"{name} --{rate}={run.config[rate]}" if len(values[name]) > 1 else name
+            for run, name in zip(runs, names, strict=True)
+        ]
+    distinct = told_apart(names)
+    return [distinct[name] for name in names]
+
+
 def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
-    """Sort runs: arm -> seed -> run.
+    """Sort runs: arm, as `arms_of` names it -> seed -> run.
 
     Raises UserError if two runs have the same arm and seed, or if a default that changed between
     two runs gives different norms one name.
     """
     arms: dict[str, dict[int, Run]] = {}
-    for run in runs:
-        seeds = arms.setdefault(run.arm, {})
+    for run, arm in zip(runs, arms_of(runs), strict=True):
+        seeds = arms.setdefault(arm, {})
         first = next(iter(seeds.values()), run)
         check_same_norms(first, run)
         other = seeds.setdefault(run.seed, run)
         if other is not run:
             raise UserError(
-                f"{other.name} and {run.name}: both are {run.arm}, seed {run.seed}: "
-                "name one of them"
+                f"{other.name} and {run.name}: both are {arm}, seed {run.seed}: name one of them"
             )
     return arms
 
@@ -455,7 +474,7 @@ def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -
     ours, theirs = settings(run), settings(baseline)
     may_differ = norm_key_names(run) | norm_key_names(baseline) | {*but}
     if ours.get("study"):
-        may_differ |= RATES
+        may_differ |= {*RATES}
     for name in sorted({*ours, *theirs} - may_differ):
         here, there = ours.get(name), theirs.get(name)
         if here != there:

@@ -324,6 +324,24 @@ def test_an_arm_has_the_name_that_it_was_given(tmp_path):
         reported(tmp_path)
 
 
+@pytest.mark.parametrize("names", [("a c", "a  c"), ("it's", " "), ("taper final", None)], ids=str)
+def test_arms_of_any_name_are_told_apart(tmp_path, capsys, names):
+    """By columns, rows and lines of their own, whatever their names are alike in."""
+    for seed, extra in ((1, 0.1), (2, 0.2)):
+        write_run(tmp_path, "rms", seed)
+        write_run(tmp_path, "layer", seed, extra, arm=names[0])
+        keys = {"arm": names[1]} if names[1] else {"taper_final": True}
+        write_run(tmp_path, "taper", seed, -extra, **keys)
+    text, printed = written(tmp_path), capsys.readouterr().out
+    header = re.findall(r"^\| seed \|.*", text, re.M)[0]
+    assert len({*header.split("|")[2:-1]}) == 3
+    rows = {line.partition("  ")[0] for line in printed.splitlines() if " not shown" in line}
+    assert len({*rows}) == 2
+    # the name that was given still names the baseline, and the page is written
+    report.main([str(tmp_path), f"--baseline={names[0]}"])
+    assert f"against {short_name(names[0])}" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------------------- what is paired
 
 
@@ -337,6 +355,56 @@ def test_arms_of_a_declared_study_may_have_rates_of_their_own(tmp_path):
     assert "layer --learning_rate=0.001 --warmup_iters=0" in written(tmp_path)
 
 
+def test_an_arm_is_not_a_mean_over_learning_rates(tmp_path):
+    """Neither the arm nor the baseline, in a declared study too."""
+    for seed, rate in ((3, 1e-3), (4, 1e-3), (5, 1e-2), (6, 1e-2), (7, 1e-2)):
+        write_run(tmp_path, "rms", seed, study="x")
+        write_run(tmp_path, "layer", seed, extra=rate, study="x", learning_rate=rate)
+    rows = rows_of(tmp_path)
+    seeds = {arm: row.seeds for (name, arm), row in rows.items() if name == "val_loss"}
+    assert seeds == {
+        "layer --learning_rate=0.001": [3, 4],
+        "layer --learning_rate=0.01": [5, 6, 7],
+    }
+    found = report.make_report(by_arm(find_runs([tmp_path])), "layer", 0.0)
+    assert found.rows == [] and "`layer` has several learning rates" in found.alone
+
+
+def test_runs_at_several_rates_give_a_table_of_rates(tmp_path, capsys):
+    """By any name of the baseline; one that has several rates has no verdicts."""
+    rates = (1e-3, 2e-3, 4e-3)
+    for norm_type, extra in (("rms", 0.0), ("layer", 0.1)):
+        for rate in rates:
+            keys = {"learning_rate": rate, "extra": extra + 10 * rate}
+            run = write_run(tmp_path, norm_type, 8, **keys)
+            if rate < 4e-3:
+                write_run(tmp_path, norm_type, 9, **keys)
+        append(run, **DIVERGED)
+    runs = find_runs([tmp_path])
+    cells = []
+    for rate in rates[:2]:
+        mine = [r for r in runs if r.words == "layer" and r.config["learning_rate"] == rate]
+        cells.append(f"{np.mean([run.metrics['val_loss'] for run in mine]):.4f}")
+    text = written(tmp_path)
+    assert f"| `layer` | {cells[0]} | {cells[1]} | 1 of 1 diverged |" in text
+    assert "| arm | 0.001 | 0.002 | 0.004 |" in text and "## Tests" not in text
+    printed = capsys.readouterr().out
+    assert re.search(rf"^layer +{cells[0]} +{cells[1]} +1 of 1 diverged$", printed, re.M)
+    report.main([str(tmp_path), "--baseline=rms --learning_rate=0.002", "--pictures=False"])
+    assert "layer learning_rate=0.002: worse" in capsys.readouterr().out
+
+
+def test_each_seed_may_have_a_device_of_its_own(tmp_path):
+    """A pair may not."""
+    for seed, device in ((8, "a GPU"), (9, "a GPU"), (10, "another"), (11, "another")):
+        write_run(tmp_path, "rms", seed, start={"device": device})
+        write_run(tmp_path, "layer", seed, start={"device": device})
+    write_run(tmp_path, "taper", 8, start={"device": "another"})
+    found = reported(tmp_path)
+    assert found.rows[0].seeds == [8, 9, 10, 11]
+    assert "taper, seed 8: not paired: device=another against a GPU" in found.left_out
+
+
 def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path, capsys):
     for seed in (8, 9, 10, 12):
         write_run(tmp_path, "rms", seed)
@@ -348,16 +416,16 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path, capsys):
     written(tmp_path)
     printed = capsys.readouterr().out
     for line in (
-        "layer, seed 9: not paired: learning_rate=0.001 against 0.0006",
-        "layer, seed 10: not paired: data: y against x",
-        "layer, seed 11: not paired: rms has no such seed",
-        "layer, seed 12: not finished: last evaluation at step 60 of 100",
+        "layer --learning_rate=0.001, seed 9: not paired: learning_rate=0.001 against 0.0006",
+        "layer --learning_rate=0.0006, seed 10: not paired: data: y against x",
+        "layer --learning_rate=0.0006, seed 11: not paired: rms has no such seed",
+        "layer --learning_rate=0.0006, seed 12: not finished: last evaluation at step 60 of 100",
         # one pair alone: means and curves are of that
         "Nothing is compared, for no arm has two pairs.",
     ):
         assert line in printed
     seeds = [(line["arm"], line["seed"]) for line in lines_of(tmp_path / "seeds.csv")]
-    assert seeds == [("rms", "8"), ("layer", "8")]
+    assert seeds == [("rms", "8"), ("layer --learning_rate=0.0006", "8")]
     assert (tmp_path / "report.csv").read_text() == "metric,arm\n"
 
 
@@ -454,8 +522,8 @@ def test_divergence_under_other_settings_is_another_experiment(sweep, capsys):
     append(write_run(sweep, "taper", 99, learning_rate=1.0), **DIVERGED)
     assert "## Stability" not in written(sweep)
     text = capsys.readouterr().out
-    assert "taper: better" in text and "runs diverged" not in text
-    assert "taper, seed 99: step 100: the loss on rank 0 is not finite" in text
+    assert "taper learning_rate=0.0006: better" in text and "runs diverged" not in text
+    assert "learning_rate=1.0, seed 99: step 100: the loss on rank 0 is not finite" in text
 
 
 def test_divergence_is_a_result(sweep):
