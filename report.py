@@ -18,7 +18,6 @@ of val loss that is given here is labelled post hoc.
 """
 
 import csv
-import html
 import io
 import itertools
 import re
@@ -588,7 +587,7 @@ def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
     return paths[0] if paths[0].is_dir() else paths[0].parent
 
 
-def arms_text(arms: Arms) -> str:
+def arms_text(arms: Arms) -> page.Html:
     """Return an HTML table of the norm keys of all arms: each has those that it reads."""
     firsts = {arm: next(iter(runs.values())) for arm, runs in arms.items()}
     keys = sorted({key for run in firsts.values() for key in run.norm_keys})
@@ -598,14 +597,19 @@ def arms_text(arms: Arms) -> str:
     return page.table(["arm", *keys], rows, arms)
 
 
+def paragraphs(lines: Iterable[str]) -> list[page.Html]:
+    """Return lines as paragraphs of a page."""
+    return [page.element("p", line) for line in lines]
+
+
 def page_of(report: Report) -> bytes:
     """Return report.html: what report.md says, with pictures that answer the pointer."""
     arms, rows = report.compared, report.judged
-    sections = {"Verdicts": f"<p>{html.escape(report.alone)}</p>"}
+    verdicts = page.element("p", report.alone)
     if rows:
         cells = filled([verdict_cells(row) for row in rows])
-        sections["Verdicts"] = page.table(*cells, [row.arm for row in rows])
-    sections["Verdicts"] += "".join(f"<p>{html.escape(line)}</p>" for line in report.unjudged)
+        verdicts = page.table(*cells, [row.arm for row in rows])
+    sections = {"Verdicts": page.joined([verdicts, *paragraphs(report.unjudged)])}
     for name, its in by_metric(rows):
         sections[f"Differences: {name}"] = page.forest(list(its), arms)
     sections |= {
@@ -617,11 +621,12 @@ def page_of(report: Report) -> bytes:
     if stability:
         sections["Stability"] = page.table(STABILITY_HEADER, stability, report.stable)
     if rates := rates_table(report.at_rates):
-        about = f"<p>{html.escape(rates_text(report.at_rates))}</p>"
-        sections["Learning rates"] = about + page.table(*rates, [""] * len(rates[1]))
+        table = page.table(*rates, [""] * len(rates[1]))
+        about = page.element("p", rates_text(report.at_rates))
+        sections["Learning rates"] = page.joined([table, about])
     sections["Norm keys"] = arms_text(arms)
     if report.left_out:
-        sections["Left out"] = "".join(f"<p>{html.escape(line)}</p>" for line in report.left_out)
+        sections["Left out"] = page.joined(paragraphs(report.left_out))
     title = f"Norm types against {short_name(report.baseline)}"
     return page.write_page(title, header_text(arms), arms, sections)
 

@@ -4,7 +4,6 @@ An arm is the norm type with all its norm keys. Runs are paired by seed, and onl
 nothing else but their names.
 """
 
-import json
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,7 @@ from common.errors import UserError
 from common.fingerprint import data_difference
 from common.old_keys import RETIRED, as_today, chosen_then
 from evidence.archive import SUFFIX, Content, by_run, files_of, read
+from evidence.log import parse_items, parse_log
 from evidence.names import told_apart
 
 # Norm keys and their defaults, for older logs that do not record them: those of every norm type
@@ -291,7 +291,7 @@ class Run:
         """
         if "hellaswag.jsonl" not in self.files:
             return {}
-        rows = [json.loads(line) for line in self.files["hellaswag.jsonl"].splitlines()]
+        rows = parse_items(self.files["hellaswag.jsonl"], self.name)
         items = {"item": np.array([(row["item"], row["label"]) for row in rows])}
         for rule in RULES:
             items[rule] = np.array([row[f"{rule}_choice"] == row["label"] for row in rows])
@@ -328,29 +328,6 @@ def _text(value: Any) -> str:
     """Return a config value as the command line takes it."""
     parts = value if isinstance(value, tuple | list) else [value]
     return shlex.quote(",".join(map(str, parts)))  # only a norm plan, with its spaces, gets quotes
-
-
-def parse_log(content: bytes, name: str) -> list[dict]:
-    """Parse the events of a log; a last line that was cut off by a kill is left out.
-
-    Raises UserError, which calls the log `name`, if it is damaged.
-    """
-    events: list[dict] = []
-    lines = content.splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise UserError(
-                    f"{name}: line {number} of its log is damaged: leave this run out, or train it "
-                    "again"
-                ) from None
-    if not events or "config" not in events[0]:
-        raise UserError(
-            f"{name}: does not begin with a start event: no run's log, or damaged: leave it out"
-        )
-    return events
 
 
 def find_runs(paths: list[Path]) -> list[Run]:

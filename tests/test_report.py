@@ -13,6 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -733,6 +734,80 @@ def test_what_never_ends_is_no_file_of_a_run(tmp_path, monkeypatch):
     os.mkfifo(run / "log.jsonl")
     with pytest.raises(UserError, match=r"log\.jsonl: .*a pipe"):
         find_runs([tmp_path])
+
+
+HOSTILE = '</script>"><img src=x onerror=alert(1)><b>'
+
+
+class Elements(HTMLParser):
+    """The names of a page's elements, without those that scripts write."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.names: dict[str, int] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.names[tag] = self.names.get(tag, 0) + 1
+        assert not any(name.startswith("on") for name, _ in attributes)
+
+
+def test_what_a_log_says_is_text_in_the_page(tmp_path):
+    """The page of a log whose every text is hostile has the elements of any other page."""
+    pages = []
+    for text in ("plain", HOSTILE):
+        folder = tmp_path / f"of-{len(pages)}"
+        start = {
+            "device": text,
+            "git": text,
+            "versions": {"torch": text},
+            "norm_keys": {text: 1, "norm_plan": ""},
+            "data": text,
+        }
+        keys = {"study": text, "norm_plan": text, "items": 0.9, "start": start}
+        for seed in (8, 9):
+            for norm_type in ("rms", "layer"):
+                write_run(folder / "runs", norm_type, seed, arm=f"{norm_type} {text}", **keys)
+        bad = write_run(folder / "bad", "taper", 8, arm=text, **keys)
+        append(bad, event="resume", step=50, changed=[f"git {text} -> b"])
+        report.main([str(folder), f"--baseline=rms {text}", f"--out={folder}"])
+        pages.append(Elements((folder / "report.html").read_text()).names)
+    assert pages[0] == pages[1]
+
+
+DAMAGED = {
+    "seed": ('"seed": 8', '"seed": "\\"><img src=x>3"'),
+    "max_iters": ('"max_iters": 100', '"max_iters": null'),
+    "norm_type": ('"norm_type": "rms"', '"norm_type": ["rms"]'),
+    "device": ('"device": "a GPU"', '"device": 1'),
+    "versions": ('"versions": {"torch": "2.13.0"}', '"versions": {}'),
+    "other_norm_keys": ('"other_norm_keys": [', '"other_norm_keys": [[1], '),
+    "val_loss": ('"val_loss": 5.0', '"val_loss": "low"'),
+    "step": ('"event": "eval", "step": 0', '"event": "eval", "step": -1'),
+    "loss": ('"event": "step", "step": 10, "loss"', '"event": "step", "step": 10, "lost"'),
+    "val_loss ": ('"val_loss": 5.0', '"val_loss": 1e999'),
+    "event": ('{"event": "eval", "step": 0, "val_loss": 5.0}', "[]"),
+    "is damaged": ('{"event": "eval", "step": 0, "val_loss": 5.0}', "[" * 100_000),
+    "changed": ('"changed": ["numpy 1 -> 2"]', '"changed": [""]'),
+    "rms": ('"rms": [1.0, 2.0]', '"rms": []'),
+    "document_nats": ('"document_nats": [1.0, 2.0]', '"document_nats": [1.0]'),
+    "hellaswag": ('"label": 0', '"label": [0]'),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_log_is_named_with_its_field(tmp_path, request, old, new):
+    """One line for whatever a field has that it should not have."""
+    run = write_run(tmp_path, "rms", 8, items=0.5)
+    append(run, event="resume", step=50, changed=["numpy 1 -> 2"])
+    append(run, event="rms", step=100, rms=[1.0, 2.0])
+    whole_split(run, [1.0, 1.0], [1, 2])
+    assert Run(run).metrics and len(Run(run).items["item"]) == 200
+    name = "hellaswag.jsonl" if "label" in old else "log.jsonl"
+    assert old in (run / name).read_text()
+    (run / name).write_text((run / name).read_text().replace(old, new, 1))
+    with pytest.raises(UserError, match=f"rms-8: .*{request.node.callspec.id.strip()}"):
+        report.main([str(run), "--baseline=rms"])
 
 
 @pytest.mark.parametrize(
