@@ -256,11 +256,17 @@ def check_alike(arm: str, runs: dict[int, Run]) -> None:
             )
 
 
-def pair_by_seed(arms: Arms, baseline: str) -> tuple[Pairs, list[str]]:
+def pair_by_seed(arms: Arms, baseline: str, factor: str = "") -> tuple[Pairs, list[str]]:
     """Pair each run that can be compared with the baseline's run of the same seed.
 
     Of an arm with more pairs than planned, the first ones are kept: else one could stop when the
     verdict pleases.
+
+    Args:
+        arms: all runs.
+        baseline: an arm.
+        factor: a setting that is compared instead of the norm, as `by_value` sorts runs by it: it
+            alone may differ beside what the arms of a study may have of their own.
 
     Returns:
         The pairs of each arm, and a line about each run that has no pair.
@@ -289,7 +295,7 @@ def pair_by_seed(arms: Arms, baseline: str) -> tuple[Pairs, list[str]]:
             base = bases.get(seed)
             if base is None:
                 left_out.append(f"{arm}, seed {seed}: not paired: {baseline} has no such seed")
-            elif difference := difference_in_settings(run, base):
+            elif difference := difference_in_settings(run, base, (factor,)):
                 left_out.append(f"{arm}, seed {seed}: not paired: {difference}")
             else:
                 pairs[arm].append(Pair(run, base))

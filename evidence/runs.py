@@ -396,6 +396,26 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
     return arms
 
 
+def by_value(runs: list[Run], factor: str) -> dict[str, dict[int, Run]]:
+    """Sort runs of one norm that compare another setting: its value -> seed -> run.
+
+    Raises UserError if they have several norms, or those of one value several learning rates.
+    """
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if norms_of(run) != norms_of(runs[0]):
+            raise UserError(f"{run.name} and {runs[0].name}: other norms, and {factor} is compared")
+        found.setdefault(str(run.config[factor]), []).append(run)
+    arms = {}
+    for value, its in found.items():
+        sorted_runs = by_arm(its)
+        if len(sorted_runs) > 1:
+            names = ", ".join(sorted_runs)
+            raise UserError(f"{factor}={value}: runs of {names}: name those of one")
+        [arms[value]] = sorted_runs.values()
+    return arms
+
+
 def norms_of(run: Run) -> dict[str, Any]:
     """Return the run's norm type and the values of all norm keys that it reads."""
     values = {name: _plain(run.norm_value(name)) for name in run.norm_keys}
