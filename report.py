@@ -77,8 +77,9 @@ Detectable: the smallest true difference that these seeds find with 80 % power, 
 number of arms; power within: the power to show "within the margin" at a true difference of zero
 with the observed SD; needed: seeds that show a difference, or that it lies within the margin, if
 the true difference is the observed one (80 % power): a new set of them, because adding seeds until
-a verdict appears gives false ones. tok_per_s is compared as a ratio. val_loss_equal_time is the
-loss that an arm would have after its baseline's time instead of its tokens."""
+a verdict appears gives false ones; not known from fewer than four pairs. tok_per_s is compared as a
+ratio. val_loss_equal_time is the loss that an arm would have after its baseline's time instead of
+its tokens."""
 
 ALONE = """\
 Nothing is compared, for no arm has two pairs. A pair differs in the norm alone: same seed, same
@@ -722,6 +723,11 @@ def main(argv: list[str]) -> None:
     if not paths:
         raise ConfigError("name one run folder or more (--help says more)")
     out = target_folder(config, paths)
+    if config.plot and config.baseline:
+        raise ConfigError(
+            f"plot={config.plot}: for loss curves without a baseline; with one they are in "
+            "report.html: leave out --plot or --baseline"
+        )
     if config.plot:
         check_picture(Path(config.plot))  # before anything is read
     runs = find_runs(paths)

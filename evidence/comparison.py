@@ -26,6 +26,7 @@ from evidence.names import short_name
 from evidence.runs import METRICS, RULES, Metric, Run, difference_in_settings, item_differences
 
 EQUAL_TIME = Metric("val_loss_equal_time", "nats per token", True)
+FEW = 3  # pairs, of which the spread is hardly known
 CHANCE = 0.25  # accuracy of a guess in HellaSwag: one of four endings
 NOT_JUDGED = "not judged"
 NO_VERDICT = "no verdict"
@@ -135,10 +136,10 @@ class Comparison:
         """Number of seeds for 80 % power if the observed difference is true.
 
         Power to show the difference or, with a margin, that it lies within. None if more than
-        10,000 are needed, and for HellaSwag: its error has a part, from the items, that no number
-        of seeds removes.
+        10,000 are needed, for FEW pairs, whose SD may be off by a factor of 30, and for HellaSwag:
+        its error has a part, from the items, that no number of seeds removes.
         """
-        if self.metric.name.startswith("hellaswag"):
+        if self.metric.name.startswith("hellaswag") or len(self.seeds) <= FEW:
             return None
         return seeds_needed(self.estimate.mean, self.delta, self.sd, ALPHA / self.n_arms)
 
@@ -194,7 +195,9 @@ class Comparison:
             self.not_judged
             or self.no_verdict
             or (
-                "" if len(self.seeds) > 3 else "so few pairs decide only if differences are normal"
+                ""
+                if len(self.seeds) > FEW
+                else "so few pairs decide only if differences are normal"
             ),
         ]
         if self.word.startswith(NO_DIFFERENCE) and self.verdict.margin != WITHIN and self.needed:

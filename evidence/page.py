@@ -25,6 +25,7 @@ COLORS = [*ON_WHITE[:-1], "#888888"]  # black would not show on a dark page
 DASHES = ("solid", "dash", "dot")
 GRID = "rgba(128, 128, 128, 0.25)"
 CLEAR = "rgba(0, 0, 0, 0)"
+OF_DRIFT = ("drift", "spread")
 TOKENS = "training tokens (millions)"
 
 # run, figure -> x (n,) and y (n,)
@@ -190,6 +191,8 @@ def over_tokens(run: Run, figure: str) -> tuple[np.ndarray, np.ndarray]:
 
 def over_blocks(run: Run, figure: str) -> tuple[np.ndarray, np.ndarray]:
     """Return norm positions, in blocks, and a figure of the stream at the last evaluation."""
+    if figure in OF_DRIFT and not has_drift(run):
+        return np.zeros(0), np.zeros(0)
     _, found = run.stream(figure)
     last = found[-1] if len(found) else found  # older logs lack some
     return np.arange(len(last)) / 2, last
@@ -204,10 +207,12 @@ def stream(arms: Arms) -> Html:
     """Draw the residual stream at every norm position, at the last evaluation; "" without it."""
     panels = {
         "RMS of the stream": "rms",
-        "RMS / statistic used": "drift",
+        "RMS / shared or fixed statistic": "drift",
         "SD of its logarithm": "spread",
         "share of the mean over channels": "mean_share",
     }
+    if not any(has_drift(run) for runs in arms.values() for run in runs.values()):
+        panels = {label: figure for label, figure in panels.items() if figure not in OF_DRIFT}
     x_title = "block (whole: before attention, half: before the MLP, last: final norm)"
     return lines(having(arms, "rms"), panels, over_blocks, x_title, log="RMS of the stream")
 
@@ -220,6 +225,12 @@ def output(arms: Arms) -> Html:
         "radial gradient, nats": "radial_gradient",
     }
     return lines(having(arms, "logit_norm"), panels, over_tokens, TOKENS)
+
+
+def has_drift(run: Run) -> bool:
+    """Does the run share a statistic, or fix it? A norm with its own, RMS or not, logs just 1."""
+    _, drift = run.stream("drift")
+    return bool((drift != 1).any())
 
 
 def having(arms: Arms, figure: str) -> Arms:

@@ -209,6 +209,7 @@ def test_the_stream_is_drawn_where_runs_measured_it(tmp_path):
     assert "Residual stream" not in page.read_text()
     for step in (0, 100):
         figures = {"rms": [0.1, 0.2, step], "logit_norm": 7.0, "radial_gradient": -0.5}
+        figures |= {"drift": [1, 1, 1], "spread": [0, 0, 0]}
         append(coupled, event="rms", step=step, **figures)
     with open(coupled / "log.jsonl", "a") as log:
         log.write('{"event": "st')  # cut off by a kill
@@ -217,6 +218,12 @@ def test_the_stream_is_drawn_where_runs_measured_it(tmp_path):
     report.main([str(tmp_path), "--baseline=rms"])
     assert "<h2>Residual stream after training</h2>" in page.read_text()
     assert "length of the logits" in page.read_text()
+    # a norm that shares no statistic has no ratio to one
+    assert "SD of its logarithm" not in page.read_text()
+    taper = write_run(tmp_path, "taper", 8)
+    append(taper, event="rms", step=100, rms=[0.1, 0.2, 3.0], drift=[1, 1, 2], spread=[0, 0, 1])
+    report.main([str(tmp_path), "--baseline=rms"])
+    assert "SD of its logarithm" in page.read_text()
 
 
 def test_a_margin_of_a_speed_is_a_share(tmp_path):
@@ -225,16 +232,23 @@ def test_a_margin_of_a_speed_is_a_share(tmp_path):
 
 
 def test_too_small_a_set_shows_nothing_and_says_what_is_missing(tmp_path):
-    for seed in (8, 9, 10):
+    said = {}
+    for seed in (8, 9, 10, 11):
         write_run(tmp_path, "rms", seed, delta_val_loss=0.001)
         write_run(tmp_path, "layer", seed, extra=0.003 * (seed - 9), delta_val_loss=0.001)
-    row = rows_of(tmp_path)["val_loss", "layer"]
-    assert row.word == "no difference shown, margin open" and row.needed > 3
-    assert row.sentence().endswith(
-        "; so few pairs decide only if differences are normal; to show this difference, or that "
-        f"it is within the margin, takes a new set of {row.needed} seeds; the declared margin is "
-        "0.0010."
-    )
+        if seed > 8:
+            row = rows_of(tmp_path)["val_loss", "layer"]
+            said[seed] = row.sentence().partition("; ")[2]
+            assert row.word == "no difference shown, margin open"
+    # two or three pairs do not tell the spread, so not how many pairs it takes
+    few = "so few pairs decide only if differences are normal; the declared margin is 0.0010."
+    assert said == {
+        9: few,
+        10: few,
+        11: "to show this difference, or that it is within the margin, takes a new set of "
+        f"{row.needed} seeds; the declared margin is 0.0010.",
+    }
+    assert row.needed > 4
 
 
 # ---------------------------------------------------------------------------------- arms and names
@@ -821,6 +835,7 @@ def test_a_damaged_log_is_named_with_its_field(tmp_path, request, old, new):
         ("nowhere", 1, "nowhere"),
         ("EMPTY", 1, "empty"),
         ("RUN --plot=OUT", 1, "out"),
+        ("RUN --baseline=rms --plot=F.png", 2, "plot=F.png"),
         ("STUDENT", 1, "distill.py"),
         ("DAMAGED", 1, "rms-1.*line 3"),
     ],
