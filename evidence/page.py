@@ -155,25 +155,29 @@ def lines(
     if not any(arms.values()):
         return Html()
     figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.05)
+    traces, places = [], []
     for place, (label, figure_name) in enumerate(panels.items(), 1):
         for number, (arm, runs) in enumerate(arms.items()):
             dash = DASHES[number // len(COLORS) % len(DASHES)]
             for run in runs.values():
                 x, y = values_of(run, figure_name)
                 name = f"{short_name(arm)}, {seed_name(run)}"
-                figure.add_scatter(
-                    x=x,
-                    y=y,
-                    mode="lines",
-                    line={"color": color(arms, arm), "width": 1.3, "dash": dash},
-                    hovertemplate=f"{name}: %{{y:.4f}}<extra></extra>",
-                    showlegend=False,
-                    meta=[arm, seed_name(run)],
-                    row=place,
-                    col=1,
-                )
+                trace = {
+                    "type": "scatter",
+                    "x": x,
+                    "y": y,
+                    "mode": "lines",
+                    "line": {"color": color(arms, arm), "width": 1.3, "dash": dash},
+                    "hovertemplate": f"{name}: %{{y:.4f}}<extra></extra>",
+                    "showlegend": False,
+                    "meta": [arm, seed_name(run)],
+                }
+                traces.append(trace)
+                places.append(place)
         kind = "log" if label == log else "linear"
         figure.update_yaxes(title=label, type=kind, row=place, col=1)
+    # All at once: plotly takes milliseconds for each call.
+    figure.add_traces(traces, rows=places, cols=[1] * len(traces))
     figure.update_xaxes(title=x_title, row=len(panels), col=1)
     return styled(figure, 120 + 240 * len(panels))
 

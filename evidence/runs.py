@@ -181,13 +181,22 @@ class Run:
         """The value of a norm key; "" for one that the run's norm type does not read."""
         return self.config.get(key, self.norm_keys[key]) if key in self.norm_keys else ""
 
+    @cached_property
+    def _by_kind(self) -> dict[str, list[dict]]:
+        """Kind -> the log's events, in order."""
+        kinds: dict[str, list[dict]] = {}
+        for event in self.events:
+            kinds.setdefault(event["event"], []).append(event)
+        return kinds
+
     def events_of(self, kind: str) -> list[dict]:
         """The log's events of one kind, in order."""
-        return [event for event in self.events if event["event"] == kind]
+        return self._by_kind.get(kind, [])
 
     def last(self, kind: str) -> dict[str, Any]:
         """The last event of a kind; empty in logs that do not have it."""
-        return next((event for event in self.events[::-1] if event["event"] == kind), {})
+        events = self.events_of(kind)
+        return events[-1] if events else {}
 
     @cached_property
     def curve(self) -> np.ndarray:
