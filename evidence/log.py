@@ -98,6 +98,7 @@ OPTIONAL: dict[str, dict[str, Check]] = {
         "document_nats": NUMBERS,
     },
 }
+STEP = ("event", *NEEDED["step"])  # what is kept of a step
 # Of a run of train.py alone; distill.py's has a teacher.
 TRAINING: dict[str, Check] = {"n_params": is_count, "tokens_per_step": is_size}
 CONFIG: dict[str, Check] = {
@@ -129,7 +130,7 @@ ITEM: dict[str, Check] = {
 
 
 def parse_log(content: bytes, name: str) -> list[dict[str, Any]]:
-    """Parse the events of a log; a last line that was cut off by a kill is left out.
+    """Parse the events of a log, of a step STEP alone; a last line that a kill cut off is left out.
 
     Raises UserError, which calls the log `name`, if it is damaged.
     """
@@ -144,6 +145,8 @@ def parse_log(content: bytes, name: str) -> list[dict[str, Any]]:
             continue
         if wrong := problem_of(event):
             raise damaged(name, f"line {number} of its log ({wrong})")
+        if event["event"] == "step":  # most of a log, and most of the memory of many runs
+            event = {name: event[name] for name in STEP}
         events.append(event)
     if not events or events[0]["event"] != "start":
         raise UserError(
