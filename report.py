@@ -20,14 +20,13 @@ of val loss that is given here is labelled post hoc.
 """
 
 import csv
-import html
 import io
 import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import gmean
@@ -42,6 +41,7 @@ from evidence.comparison import (
     NO_VERDICT,
     Arms,
     Comparison,
+    arms_called,
     compare,
     diverged_arms,
     lack_of_verdict,
@@ -49,10 +49,11 @@ from evidence.comparison import (
     mean_exchange_rate,
     pair_by_seed,
 )
-from evidence.names import short_name
+from evidence.names import short_name, told_apart
 from evidence.plots import plot_loss
 from evidence.runs import (
     METRICS,
+    RATES,
     Metric,
     Run,
     by_arm,
@@ -79,13 +80,24 @@ Detectable: the smallest true difference that these seeds find with 80 % power, 
 number of arms; power within: the power to show "within the margin" at a true difference of zero
 with the observed SD; needed: seeds that show a difference, or that it lies within the margin, if
 the true difference is the observed one (80 % power): a new set of them, because adding seeds until
-a verdict appears gives false ones. tok_per_s is compared as a ratio. val_loss_equal_time is the
-loss that an arm would have after its baseline's time instead of its tokens."""
+a verdict appears gives false ones; not known from fewer than four pairs. tok_per_s is compared as a
+ratio. val_loss_equal_time is the loss that an arm would have after its baseline's time instead of
+its tokens."""
 
 ALONE = """\
 Nothing is compared, for no arm has two pairs. A pair differs in the norm alone: same seed, same
-data, same settings. Arms with learning rates of their own are compared by a plan that was declared
-before its runs, as repro/which_norm.py does (docs/which_norm.md)."""
+data, same settings. Arms with learning rates of their own, chosen on other seeds, are compared
+where their runs declare a study (--study=NAME of train.py and sweep.sh; docs/compare.md)."""
+
+RATES_ALONE = (
+    "Nothing is compared, for {arm} has several learning rates: {names}. To compare arms at one "
+    "rate, name one of these as the baseline. A rate that was chosen by these losses is judged on "
+    "new seeds."
+)
+
+RATES_TABLE = """\
+Mean of {metric} at each learning rate, with the number of runs where they are fewer than elsewhere.
+Such a table chooses rates and judges no arm: the lowest of several losses is low by chance too."""
 
 LONGEST_NAME = 19  # characters of an arm in the terminal's table of 80
 
@@ -94,6 +106,14 @@ Divergence is a result: an arm of which runs diverged has no verdict on the rest
 share of steps whose gradient was clipped, mean over runs. A spike is a step whose loss is more than
 0.5 above the median of the 50 steps before it. The largest attention logit is that of the last
 evaluation, over all runs."""
+
+
+class Rates(NamedTuple):
+    """Learning rates of a run: the keys RATES."""
+
+    learning_rate: float
+    min_lr: float
+    warmup_iters: int
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -255,6 +275,77 @@ def seed_table(arms: Arms, metric: str) -> str:
     return markdown(["seed", *(f"`{arm}`" for arm in arms)], zip(*columns, strict=True))
 
 
+def deciding(runs: list[Run]) -> str:
+    """Return the loss to decide by, of those that all runs have measured."""
+    is_whole = all("val_loss_full" in run.metrics for run in runs)
+    return "val_loss_full" if is_whole else "val_loss"
+
+
+def ended(arms: Arms) -> list[Run]:
+    """Return the runs that finished or diverged, those that tell what a learning rate gives."""
+    return [run for run in runs_of(arms) if run.diverged or not run.problem()]
+
+
+def rates_table(arms: Arms) -> tuple[list[str], list[list[str]]] | None:
+    """Return header and rows of mean losses: a row for each arm, a column for each learning rate.
+
+    Args:
+        arms: runs that differ in norm, rate and seed alone.
+
+    None where no arm has several rates.
+    """
+    found: dict[str, dict[Rates, list[Run]]] = {}  # run's own arm -> rates -> runs
+    for run in ended(arms):
+        rates = Rates(*(run.config[rate] for rate in RATES))
+        found.setdefault(run.arm, {}).setdefault(rates, []).append(run)
+    if all(len(at) == 1 for at in found.values()):
+        return None
+    metric = rates_metric(arms)
+    columns = sorted({rates for at in found.values() for rates in at})
+    most = max(len(runs) for at in found.values() for runs in at.values())
+    rows = [
+        [
+            f"`{short_name(name)}`",
+            *(loss_cell(found[arm].get(at, []), metric, most) for at in columns),
+        ]
+        for arm, name in told_apart([*found]).items()
+    ]
+    return ["arm", *rate_labels(columns)], rows
+
+
+def rates_metric(arms: Arms) -> str:
+    """Return the loss in the table of learning rates."""
+    return deciding([run for run in ended(arms) if not run.diverged])
+
+
+def rate_labels(columns: list[Rates]) -> list[str]:
+    """Return the learning rates, each with what else differs between the columns."""
+    varied = [
+        name
+        for name, values in zip(RATES[1:], list(zip(*columns, strict=True))[1:], strict=True)
+        if len({*values}) > 1
+    ]
+    return [
+        " ".join([str(at.learning_rate), *(f"{name}={getattr(at, name)}" for name in varied)])
+        for at in columns
+    ]
+
+
+def loss_cell(runs: list[Run], metric: str, most: int) -> str:
+    """Format the mean loss of runs, with their number if it is below `most`; "" without any."""
+    if not runs:
+        return ""
+    if bad := sum(run.diverged for run in runs):
+        return f"{bad} of {len(runs)} diverged"
+    few = f" ({len(runs)} of {most})" if len(runs) < most else ""
+    return f"{np.mean([run.metrics[metric] for run in runs]):.4f}{few}"
+
+
+def rates_text(arms: Arms) -> str:
+    """Say what the table of rates shows."""
+    return RATES_TABLE.format(metric=rates_metric(arms))
+
+
 def exchange_text(arms: Arms, baseline: str) -> str:
     """Say what tokens are worth in nats, by the baseline's curves."""
     rate = mean_exchange_rate(list(arms[baseline].values()))
@@ -317,6 +408,8 @@ class Report:
         rows: every arm's comparison in every metric.
         unjudged: one sentence for each arm with too few pairs to be compared.
         left_out: one line for each run or pair that is not compared.
+        alone: why nothing is compared; "" if something is.
+        at_rates: runs with these settings at all learning rates.
     """
 
     baseline: str
@@ -325,6 +418,8 @@ class Report:
     rows: list[Comparison]
     unjudged: list[str]
     left_out: list[str]
+    alone: str
+    at_rates: Arms
 
     @property
     def judged(self) -> list[Comparison]:
@@ -348,6 +443,10 @@ def make_report(arms: Arms, baseline: str, delta: float) -> Report:
     Raises:
         UserError: the runs cannot be compared.
     """
+    called = arms_called(arms, baseline)
+    if len(called) > 1:
+        return without_comparison(arms, baseline, called)
+    [baseline] = called or [baseline]
     pairs, left_out = pair_by_seed(arms, baseline)
     alike = like_baseline(arms, baseline)
     diverged = diverged_arms(alike)
@@ -369,7 +468,47 @@ def make_report(arms: Arms, baseline: str, delta: float) -> Report:
         why = lack_of_verdict(arm, "", pairs.get(arm, []), diverged)
         if why and arm not in judged:
             unjudged.append(f"{short_name(arm)}: {NO_VERDICT}: {why}.")
-    return Report(baseline, compared, stable, rows, unjudged, left_out + not_measured)
+    return Report(
+        baseline=baseline,
+        compared=compared,
+        stable=stable,
+        rows=rows,
+        unjudged=unjudged,
+        left_out=left_out + not_measured,
+        alone="" if rows else ALONE,
+        at_rates=like_baseline(arms, baseline, RATES),
+    )
+
+
+def finished(arms: Arms) -> Arms:
+    """Return the runs without a problem, and the arms that have any."""
+    good = {
+        arm: {seed: run for seed, run in runs.items() if not run.problem()}
+        for arm, runs in arms.items()
+    }
+    return {arm: runs for arm, runs in good.items() if runs}
+
+
+def without_comparison(arms: Arms, baseline: str, called: list[str]) -> Report:
+    """Report on runs of which the baseline has several learning rates, `called`."""
+    alike = like_baseline(arms, called[0], RATES)
+    left_out = [
+        f"{arm}, seed {seed}: {run.problem() or 'other settings'}"
+        for arm, runs in arms.items()
+        for seed, run in runs.items()
+        if run.problem() or seed not in alike[arm]
+    ]
+    names = ", ".join(f"`{arm}`" for arm in called)
+    return Report(
+        baseline=baseline,
+        compared=finished(alike),
+        stable={arm: runs for arm, runs in alike.items() if runs},
+        rows=[],
+        unjudged=[],
+        left_out=left_out,
+        alone=RATES_ALONE.format(arm=f"`{baseline}`", names=names),
+        at_rates=alike,
+    )
 
 
 def report_text(report: Report) -> str:
@@ -379,14 +518,15 @@ def report_text(report: Report) -> str:
     parts = [f"# Norm types against `{baseline}`", header_text(arms), names_text(report.stable)]
     parts.append("## Verdicts")
     parts += verdict_sentences(report.judged, report.unjudged)
-    if not report.rows:
-        parts.append("No arm has two seeds in common with the baseline.")
+    parts.append(report.alone)
     if report.judged:
         parts += [table_of(map(verdict_cells, report.judged)), exchange_text(arms, baseline)]
         parts += ["## Tests", table_of(map(test_cells, report.judged))]
     parts.append(HOW)
     if stability := stability_rows(report.stable):
         parts += ["## Stability", markdown(STABILITY_HEADER, stability), STABILITY]
+    if rates := rates_table(report.at_rates):
+        parts += ["## Learning rates", markdown(*rates), rates_text(report.at_rates)]
     parts.append("## Seed by seed")
     for name, metric in METRICS.items():
         if any(name in run.metrics for run in runs_of(arms)):
@@ -451,22 +591,29 @@ def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
     return paths[0] if paths[0].is_dir() else paths[0].parent
 
 
-def arms_text(arms: Arms) -> str:
+def arms_text(arms: Arms) -> page.Html:
     """Return an HTML table of the norm keys of all arms: each has those that it reads."""
-    runs = [next(iter(its.values())) for its in arms.values()]
-    keys = sorted({key for run in runs for key in run.norm_keys})
-    rows = [[short_name(run.arm), *(run.norm_value(key) for key in keys)] for run in runs]
+    firsts = {arm: next(iter(runs.values())) for arm, runs in arms.items()}
+    keys = sorted({key for run in firsts.values() for key in run.norm_keys})
+    rows = [
+        [short_name(arm), *(run.norm_value(key) for key in keys)] for arm, run in firsts.items()
+    ]
     return page.table(["arm", *keys], rows, arms)
+
+
+def paragraphs(lines: Iterable[str]) -> list[page.Html]:
+    """Return lines as paragraphs of a page."""
+    return [page.element("p", line) for line in lines]
 
 
 def page_of(report: Report) -> bytes:
     """Return report.html: what report.md says, with pictures that answer the pointer."""
     arms, rows = report.compared, report.judged
-    sections = {"Verdicts": f"<p>{ALONE}</p>"}
+    verdicts = page.element("p", report.alone)
     if rows:
         cells = filled([verdict_cells(row) for row in rows])
-        sections["Verdicts"] = page.table(*cells, [row.arm for row in rows])
-    sections["Verdicts"] += "".join(f"<p>{html.escape(line)}</p>" for line in report.unjudged)
+        verdicts = page.table(*cells, [row.arm for row in rows])
+    sections = {"Verdicts": page.joined([verdicts, *paragraphs(report.unjudged)])}
     for name, its in by_metric(rows):
         sections[f"Differences: {name}"] = page.forest(list(its), arms)
     sections |= {
@@ -477,9 +624,13 @@ def page_of(report: Report) -> bytes:
     stability = stability_rows(report.stable)
     if stability:
         sections["Stability"] = page.table(STABILITY_HEADER, stability, report.stable)
+    if rates := rates_table(report.at_rates):
+        table = page.table(*rates, [""] * len(rates[1]))
+        about = page.element("p", rates_text(report.at_rates))
+        sections["Learning rates"] = page.joined([table, about])
     sections["Norm keys"] = arms_text(arms)
     if report.left_out:
-        sections["Left out"] = "".join(f"<p>{html.escape(line)}</p>" for line in report.left_out)
+        sections["Left out"] = page.joined(paragraphs(report.left_out))
     title = f"Norm types against {short_name(report.baseline)}"
     return page.write_page(title, header_text(arms), arms, sections)
 
@@ -514,29 +665,50 @@ def terminal_table(report: Report) -> str:
     found = {row.arm: row for row in report.judged if row.metric is metric}
     lines = [["arm", "seeds", "mean", "SD", "diff", "95 % (Holm)", "verdict"]]
     for place, (arm, runs) in enumerate(report.compared.items()):
-        name = short_name(arm)
-        if len(name) > LONGEST_NAME:  # two names may be alike up to where they are cut
-            name = f"{name[: LONGEST_NAME - 4]} #{place}"
+        name = cut(short_name(arm), place)
         mean, sd = mean_and_sd(metric, runs)
         tests = ["", "", "" if arm == report.baseline else NO_VERDICT]
         if row := found.get(arm):
             tests = [row.show(row.estimate.mean), row.show_interval(row.verdict.interval)]
             tests.append(row.two_words)
         lines.append([name, str(len(runs)), number(mean), number(sd), *tests])
+    verdicts = [line.pop() for line in lines]
+    table = [
+        f"{line}  {verdict}".rstrip()
+        for line, verdict in zip(aligned(lines), verdicts, strict=True)
+    ]
+    return "\n".join([f"{metric.name}, {metric.unit}", *table])
+
+
+def terminal_rates(report: Report) -> str:
+    """Return the losses at each learning rate."""
+    header, rows = rates_table(report.at_rates)
+    metric = METRICS[rates_metric(report.at_rates)]
+    lines = [[cut(arm.strip("`"), place), *cells] for place, (arm, *cells) in enumerate(rows)]
+    title = f"{metric.name}, {metric.unit}, by learning rate"
+    return "\n".join([title, *(line.rstrip() for line in aligned([header, *lines]))])
+
+
+def cut(name: str, place: int) -> str:
+    """Cut a long name for the terminal; names that are alike up to there differ by their place."""
+    return f"{name[: LONGEST_NAME - 4]} #{place}" if len(name) > LONGEST_NAME else name
+
+
+def aligned(lines: list[list[str]]) -> list[str]:
+    """Align cells: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = [f"{metric.name}, {metric.unit}"]
-    for arm, *numbers, verdict in lines:
-        cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:])]
-        table.append(" ".join([arm.ljust(widths[0]), *cells, "", verdict]).rstrip())
-    return "\n".join(table)
+    return [
+        " ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for first, *cells in lines
+    ]
 
 
 def said(report: Report) -> str:
     """Return what the program prints: a table, verdicts, what is not judged or left out."""
-    parts = [terminal_table(report)]
+    is_one_arm = report.baseline in report.compared
+    parts = [terminal_table(report) if is_one_arm else terminal_rates(report)]
     parts += verdict_sentences(report.judged, report.unjudged)
-    if not report.rows:
-        parts.append(ALONE)
+    parts.append(report.alone)
     if report.others:
         names = ", ".join(name for name, _ in by_metric(report.others))
         parts.append(f"Not judged (appendix of report.md): {names}")
@@ -565,6 +737,11 @@ def main(argv: list[str]) -> None:
     if not paths:
         raise ConfigError("name one run folder or more (--help says more)")
     out = target_folder(config, paths)
+    if config.plot and config.baseline:
+        raise ConfigError(
+            f"plot={config.plot}: for loss curves without a baseline; with one they are in "
+            "report.html: leave out --plot or --baseline"
+        )
     if config.plot:
         check_picture(Path(config.plot))  # before anything is read
     runs = find_runs(paths)

@@ -23,6 +23,7 @@ from common.output import write_bytes_atomically, writing
 SUFFIX = ".tar.xz"
 FILES = ("config.json", "log.jsonl", "hellaswag.jsonl")  # the files of a run that are kept
 MOST = 1 << 30  # bytes that an archive may unpack to, and that a file of a run may have
+END = bytes(2 * tarfile.BLOCKSIZE)  # how a tar archive ends
 
 Content = dict[str, bytes]  # "run/file" -> its bytes
 
@@ -34,18 +35,79 @@ def read(archive: Path) -> Content:
     """
     if not archive.exists():
         return {}
-    unpacker = lzma.LZMADecompressor()
     try:
-        unpacked = unpacker.decompress(read_file(archive), MOST)
-        if not unpacker.eof:
-            raise UserError(f"{archive}: torn, or more than {MOST:,} bytes: no archive of runs")
-        with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as file:
-            members = [member for member in file if member.isfile()]
-            return {member.name: file.extractfile(member).read() for member in members}
-    except (tarfile.TarError, lzma.LZMAError) as error:
+        return members_of(unpack(read_file(archive)))
+    # What tarfile raises for headers that somebody has made up
+    except (tarfile.TarError, lzma.LZMAError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(
-            f"{archive}: torn, or no archive of runs ({error}): fetch it again"
+            f"{archive}: torn, or no archive of runs ({error}): fetch it again, or pack it again"
         ) from None
+
+
+def unpack(packed: bytes) -> bytes:
+    """Unpack all streams of an xz file: parallel packers write several, and so does `cat`.
+
+    Raises LZMAError if one is torn or damaged, or for more than MOST bytes in all.
+    """
+    parts: list[bytes] = []
+    left = MOST
+    while True:
+        unpacker = lzma.LZMADecompressor()
+        part = unpacker.decompress(packed, left)
+        if not unpacker.eof:
+            raise lzma.LZMAError(f"cut off, or more than {MOST:,} bytes")
+        parts.append(part)
+        left -= len(part)
+        packed = unpacker.unused_data.lstrip(b"\0")  # zeros may stand between streams
+        if not packed:
+            return b"".join(parts)
+
+
+def members_of(unpacked: bytes) -> Content:
+    """Return the files of one tar archive, or of several that follow one another.
+
+    Raises TarError, or another of those that `read` names, for what is no whole archive of regular
+    files: what is left out here would be lost at the next `add`.
+    """
+    content: Content = {}
+    while True:
+        with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as file:
+            for member in file:
+                if member.isdir():
+                    continue
+                name = name_of(member)
+                part = part_of(member, unpacked)
+                if content.setdefault(name, part) != part:
+                    raise tarfile.TarError(f"{name} is in it twice, with different content")
+            rest = unpacked[file.offset :]
+        # tarfile stops without a word at a damaged header, and at the end of a file that was cut.
+        if not rest.startswith(END):
+            raise tarfile.TarError("cut off, or a damaged header")
+        unpacked = rest.lstrip(b"\0")
+        if not unpacked:
+            return content
+
+
+def part_of(member: tarfile.TarInfo, unpacked: bytes) -> bytes:
+    """Return the bytes of a member. Raises TarError if it does not have those that it announces."""
+    # A sparse file of some bytes may announce terabytes of zeros.
+    if not member.isreg() or member.issparse():
+        raise tarfile.TarError(
+            f"{member.name} is a link, a sparse file or a device: pack files (tar --dereference "
+            "--hard-dereference)"
+        )
+    part = unpacked[member.offset_data : member.offset_data + max(member.size, 0)]
+    if len(part) != member.size:
+        raise tarfile.TarError(f"{member.name} is cut off")
+    return part
+
+
+def name_of(member: tarfile.TarInfo) -> str:
+    """Return a member's name, run/file. `tar` may write /run/file and ./run/file as well."""
+    parts = [part for part in member.name.split("/") if part not in ("", ".")]
+    if len(parts) < 2 or ".." in parts:
+        raise tarfile.TarError(f"{member.name} is not in the folder of a run")
+    return "/".join(parts)
 
 
 def read_file(path: Path) -> bytes:

@@ -26,11 +26,13 @@ from evidence.names import short_name
 from evidence.runs import METRICS, RULES, Metric, Run, difference_in_settings, item_differences
 
 EQUAL_TIME = Metric("val_loss_equal_time", "nats per token", True)
+FEW = 3  # pairs, of which the spread is hardly known
 CHANCE = 0.25  # accuracy of a guess in HellaSwag: one of four endings
 NOT_JUDGED = "not judged"
 NO_VERDICT = "no verdict"
-# What may differ between the seeds of an arm: each may start from a checkpoint of its own.
-BY_SEED = ("seed", "init_from")
+# What may differ between the seeds of an arm: each may start from a checkpoint of its own, on a
+# device of its own. In a pair both are the same.
+BY_SEED = ("seed", "init_from", "device")
 
 Arms = dict[str, dict[int, Run]]  # arm -> seed -> run
 
@@ -134,10 +136,10 @@ class Comparison:
         """Number of seeds for 80 % power if the observed difference is true.
 
         Power to show the difference or, with a margin, that it lies within. None if more than
-        10,000 are needed, and for HellaSwag: its error has a part, from the items, that no number
-        of seeds removes.
+        10,000 are needed, for FEW pairs, whose SD may be off by a factor of 30, and for HellaSwag:
+        its error has a part, from the items, that no number of seeds removes.
         """
-        if self.metric.name.startswith("hellaswag"):
+        if self.metric.name.startswith("hellaswag") or len(self.seeds) <= FEW:
             return None
         return seeds_needed(self.estimate.mean, self.delta, self.sd, ALPHA / self.n_arms)
 
@@ -193,7 +195,9 @@ class Comparison:
             self.not_judged
             or self.no_verdict
             or (
-                "" if len(self.seeds) > 3 else "so few pairs decide only if differences are normal"
+                ""
+                if len(self.seeds) > FEW
+                else "so few pairs decide only if differences are normal"
             ),
         ]
         if self.word.startswith(NO_DIFFERENCE) and self.verdict.margin != WITHIN and self.needed:
@@ -216,17 +220,29 @@ class Comparison:
         return "; ".join(part for part in parts if part) + "."
 
 
-def like_baseline(arms: Arms, baseline: str) -> Arms:
-    """Return each arm's runs with the settings of the baseline's."""
+def like_baseline(arms: Arms, baseline: str, but: tuple[str, ...] = ()) -> Arms:
+    """Return each arm's runs with the settings of the baseline's; the keys `but` may differ."""
     first = next(run for run in arms[baseline].values() if not run.problem())
     return {
         arm: {
             seed: run
             for seed, run in its.items()
-            if not difference_in_settings(run, first, BY_SEED)
+            if not difference_in_settings(run, first, BY_SEED + but)
         }
         for arm, its in arms.items()
     }
+
+
+def arms_called(arms: Arms, name: str) -> list[str]:
+    """Return the arms with usable runs that somebody may mean by `name`.
+
+    An arm has a longer name than its runs where they have several rates, or where another arm has
+    the same short name.
+    """
+    if name in arms:
+        return [name]
+    usable = [arm for arm, runs in arms.items() if not all(run.problem() for run in runs.values())]
+    return [arm for arm in usable if next(iter(arms[arm].values())).arm == name]
 
 
 def check_alike(arm: str, runs: dict[int, Run]) -> None:
@@ -243,11 +259,17 @@ def check_alike(arm: str, runs: dict[int, Run]) -> None:
             )
 
 
-def pair_by_seed(arms: Arms, baseline: str) -> tuple[Pairs, list[str]]:
+def pair_by_seed(arms: Arms, baseline: str, factor: str = "") -> tuple[Pairs, list[str]]:
     """Pair each run that can be compared with the baseline's run of the same seed.
 
     Of an arm with more pairs than planned, the first ones are kept: else one could stop when the
     verdict pleases.
+
+    Args:
+        arms: all runs.
+        baseline: an arm.
+        factor: a setting that is compared instead of the norm, as `by_value` sorts runs by it: it
+            alone may differ beside what the arms of a study may have of their own.
 
     Returns:
         The pairs of each arm, and a line about each run that has no pair.
@@ -276,7 +298,7 @@ def pair_by_seed(arms: Arms, baseline: str) -> tuple[Pairs, list[str]]:
             base = bases.get(seed)
             if base is None:
                 left_out.append(f"{arm}, seed {seed}: not paired: {baseline} has no such seed")
-            elif difference := difference_in_settings(run, base):
+            elif difference := difference_in_settings(run, base, (factor,)):
                 left_out.append(f"{arm}, seed {seed}: not paired: {difference}")
             else:
                 pairs[arm].append(Pair(run, base))

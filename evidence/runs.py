@@ -4,7 +4,6 @@ An arm is the norm type with all its norm keys. Runs are paired by seed, and onl
 nothing else but their names.
 """
 
-import json
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,8 @@ from common.errors import UserError
 from common.fingerprint import data_difference
 from common.old_keys import RETIRED, as_today, chosen_then
 from evidence.archive import SUFFIX, Content, by_run, files_of, read
+from evidence.log import parse_items, parse_log
+from evidence.names import told_apart
 
 # Norm keys and their defaults, for older logs that do not record them: those of every norm type
 # (""), and those that one norm type adds.
@@ -65,7 +66,7 @@ NAMES = {
     "full_val",
 }
 # The arms of a declared study may have rates of their own, chosen beforehand, and no warm-up.
-RATES = {"learning_rate", "min_lr", "warmup_iters"}
+RATES = ("learning_rate", "min_lr", "warmup_iters")
 # Packages of which a run may be resumed with another version and still be compared.
 HARMLESS_VERSIONS = {"python", "numpy"}
 # What a program did that does not have the key: not yet, or no more.
@@ -180,13 +181,22 @@ class Run:
         """The value of a norm key; "" for one that the run's norm type does not read."""
         return self.config.get(key, self.norm_keys[key]) if key in self.norm_keys else ""
 
+    @cached_property
+    def _by_kind(self) -> dict[str, list[dict]]:
+        """Kind -> the log's events, in order."""
+        kinds: dict[str, list[dict]] = {}
+        for event in self.events:
+            kinds.setdefault(event["event"], []).append(event)
+        return kinds
+
     def events_of(self, kind: str) -> list[dict]:
         """The log's events of one kind, in order."""
-        return [event for event in self.events if event["event"] == kind]
+        return self._by_kind.get(kind, [])
 
     def last(self, kind: str) -> dict[str, Any]:
         """The last event of a kind; empty in logs that do not have it."""
-        return next((event for event in self.events[::-1] if event["event"] == kind), {})
+        events = self.events_of(kind)
+        return events[-1] if events else {}
 
     @cached_property
     def curve(self) -> np.ndarray:
@@ -290,7 +300,7 @@ class Run:
         """
         if "hellaswag.jsonl" not in self.files:
             return {}
-        rows = [json.loads(line) for line in self.files["hellaswag.jsonl"].splitlines()]
+        rows = parse_items(self.files["hellaswag.jsonl"], self.name)
         items = {"item": np.array([(row["item"], row["label"]) for row in rows])}
         for rule in RULES:
             items[rule] = np.array([row[f"{rule}_choice"] == row["label"] for row in rows])
@@ -329,29 +339,6 @@ def _text(value: Any) -> str:
     return shlex.quote(",".join(map(str, parts)))  # only a norm plan, with its spaces, gets quotes
 
 
-def parse_log(content: bytes, name: str) -> list[dict]:
-    """Parse the events of a log; a last line that was cut off by a kill is left out.
-
-    Raises UserError, which calls the log `name`, if it is damaged.
-    """
-    events: list[dict] = []
-    lines = content.splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise UserError(
-                    f"{name}: line {number} of its log is damaged: leave this run out, or train it "
-                    "again"
-                ) from None
-    if not events or "config" not in events[0]:
-        raise UserError(
-            f"{name}: does not begin with a start event: no run's log, or damaged: leave it out"
-        )
-    return events
-
-
 def find_runs(paths: list[Path]) -> list[Run]:
     """Read the runs that paths name.
 
@@ -380,23 +367,61 @@ def in_archive(archive: Path) -> list[Run]:
     return [Run(archive / name, files) for name, files in sorted(by_run(read(archive)).items())]
 
 
+def arms_of(runs: list[Run]) -> list[str]:
+    """Return the name of each run's arm.
+
+    It is that of the run, with its rates after it where the arm has runs of several: they are arms
+    of their own, and no mean is over two of them. Short names are distinct.
+    """
+    names = [run.arm for run in runs]
+    for rate in RATES:
+        values: dict[str, set[Any]] = {}
+        for run, name in zip(runs, names, strict=True):
+            values.setdefault(name, set()).add(run.config[rate])
+        names = [
+            f"{name} --{rate}={run.config[rate]}" if len(values[name]) > 1 else name
+            for run, name in zip(runs, names, strict=True)
+        ]
+    distinct = told_apart(names)
+    return [distinct[name] for name in names]
+
+
 def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
-    """Sort runs: arm -> seed -> run.
+    """Sort runs: arm, as `arms_of` names it -> seed -> run.
 
     Raises UserError if two runs have the same arm and seed, or if a default that changed between
     two runs gives different norms one name.
     """
     arms: dict[str, dict[int, Run]] = {}
-    for run in runs:
-        seeds = arms.setdefault(run.arm, {})
+    for run, arm in zip(runs, arms_of(runs), strict=True):
+        seeds = arms.setdefault(arm, {})
         first = next(iter(seeds.values()), run)
         check_same_norms(first, run)
         other = seeds.setdefault(run.seed, run)
         if other is not run:
             raise UserError(
-                f"{other.name} and {run.name}: both are {run.arm}, seed {run.seed}: "
-                "name one of them"
+                f"{other.name} and {run.name}: both are {arm}, seed {run.seed}: name one of them"
             )
+    return arms
+
+
+def by_value(runs: list[Run], factor: str) -> dict[str, dict[int, Run]]:
+    """Sort runs of one norm that compare another setting: its value -> seed -> run.
+
+    Raises UserError if they have several norms, or those of one value several learning rates.
+    """
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if norms_of(run) != norms_of(runs[0]):
+            raise UserError(f"{run.name} and {runs[0].name}: other norms, and {factor} is compared")
+        found.setdefault(str(run.config[factor]), []).append(run)
+    arms = {}
+    for value, its in found.items():
+        sorted_runs = by_arm(its)
+        if len(sorted_runs) > 1:
+            names = ", ".join(sorted_runs)
+            raise UserError(f"{factor}={value}: runs of {names}: name those of one")
+        [arms[value]] = sorted_runs.values()
     return arms
 
 
@@ -455,7 +480,7 @@ def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -
     ours, theirs = settings(run), settings(baseline)
     may_differ = norm_key_names(run) | norm_key_names(baseline) | {*but}
     if ours.get("study"):
-        may_differ |= RATES
+        may_differ |= {*RATES}
     for name in sorted({*ours, *theirs} - may_differ):
         here, there = ours.get(name), theirs.get(name)
         if here != there:

@@ -6,9 +6,10 @@
     python -m repro.which_norm results/30m/which_norm/rates-W.tar.xz
         the rate of each arm, from its curve over the learning rate
 
-Every arm has the learning rate that was chosen for it, so these pairs differ in more than the norm:
-report.py refuses them. repro/which_norm.toml and the head of repro/layer_coupled.sh declare what is
-compared. An archive that is not there yet is "not run".
+Every arm has the learning rate that was chosen for it, as its study declares. Pairs are those of
+report.py (evidence/comparison.py), which refuses runs that differ in anything else.
+repro/which_norm.toml and the head of repro/layer_coupled.sh declare what is compared. An archive
+that is not there yet is "not run".
 """
 
 import functools
@@ -23,7 +24,8 @@ from scipy import special
 from common.errors import UserError, run_program
 from common.output import markdown, write_bytes_atomically, writing
 from common.stats import NO_DIFFERENCE, Estimate, Verdict, decide, holm, paired
-from evidence.runs import Run, find_runs
+from evidence.comparison import BY_SEED, Arms, Pairs, pair_by_seed
+from evidence.runs import RATES, Run, by_arm, by_value, difference_in_settings, find_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "cpu"
@@ -79,6 +81,18 @@ def read(archive: str) -> list[Run]:
     return find_runs([path]) if path.exists() else []
 
 
+def read_alike(archive: str, *may_differ: str) -> list[Run]:
+    """Return the runs of an archive. Raises UserError if they differ in more than these settings.
+
+    Norm, seed and device may differ too.
+    """
+    runs = read(archive)
+    for run in runs:
+        if difference := difference_in_settings(run, runs[0], (*BY_SEED, *may_differ)):
+            raise UserError(f"{run.name} and {runs[0].name}: {difference}: not of one study")
+    return runs
+
+
 def arm_name(run: Run) -> str:
     """Return the plan's short name of a run's arm; the arm itself if the plan has none."""
     block_0 = " ".join(["Rs", *["RR"] * (run.config["n_layer"] - 1), "R"])
@@ -89,11 +103,15 @@ def arm_name(run: Run) -> str:
 def final_loss(run: Run) -> float:
     """Return val_loss_full, nats per token; infinite if the run diverged.
 
-    Raises UserError if the run is not finished, or was resumed with other settings.
+    Raises UserError if the run is not finished, was resumed with other settings, or has no such
+    loss.
     """
     if run.diverged:
         return math.inf
-    if problem := run.problem():
+    problem = run.problem()
+    if not problem and "val_loss_full" not in run.whole_split:
+        problem = "no loss over the whole val split after its last step"
+    if problem:
         raise UserError(f"{run.name}: {problem}: such a run is not compared")
     return run.whole_split["val_loss_full"]
 
@@ -105,19 +123,16 @@ class Difference:
     Attributes:
         condition: of the runs.
         arm: short name.
-        nats: (n,) loss minus that of `rms`, by seed; infinite, or nan, where a run diverged.
+        nats: (n,) loss minus that of `rms`, by seed, of pairs of which no run diverged.
+        diverged: number of pairs of which a run diverged.
         verdict: None without a family, before all seeds are done, and where a run diverged.
     """
 
     condition: Condition
     arm: str
     nats: np.ndarray
+    diverged: int
     verdict: Verdict | None = None
-
-    @property
-    def diverged(self) -> int:
-        """Number of pairs of which a run diverged."""
-        return int((~np.isfinite(self.nats)).sum())
 
     @property
     def is_whole(self) -> bool:
@@ -142,31 +157,58 @@ class Difference:
         return f"{words}, **{self.verdict.direction}**"
 
 
-def losses_under(condition: Condition) -> dict[str, dict[int, float]]:
-    """Return arm -> seed -> final loss."""
-    losses: dict[str, dict[int, float]] = {}
-    for run in read(condition.archive):
-        if run.seed in condition.seeds:
-            losses.setdefault(arm_name(run), {})[run.seed] = final_loss(run)
-    return losses
+def arms_under(condition: Condition) -> Arms:
+    """Return arm -> seed -> run. Raises UserError if an arm has several learning rates."""
+    arms: Arms = {}
+    runs = [run for run in read(condition.archive) if run.seed in condition.seeds]
+    for name, its in by_arm(runs).items():
+        arm = arm_name(next(iter(its.values())))
+        if arm in arms:
+            raise UserError(f"{condition.archive}: {name} is {arm} once more, at another rate")
+        arms[arm] = its
+    return arms
+
+
+def all_pairs(arms: Arms, baseline: str, factor: str = "") -> Pairs:
+    """Pair all runs that have not diverged with those of the baseline, by seed.
+
+    Raises UserError if one is not finished, or if evidence/comparison.py refuses a pair.
+    """
+    for runs in arms.values():
+        for run in runs.values():
+            final_loss(run)
+    pairs, left_out = pair_by_seed(arms, baseline, factor)
+    base = {seed for seed, run in arms[baseline].items() if not run.diverged}
+    for arm, its in pairs.items():
+        seeds = {seed for seed, run in arms[arm].items() if not run.diverged}
+        if len(its) < len(seeds & base):
+            why = next(line for line in left_out if line.startswith((f"{arm}, ", f"{arm}: ")))
+            raise UserError(f"{why}: its study cannot be judged")
+    return pairs
 
 
 def differences(condition: Condition) -> list[Difference]:
-    """Pair each arm's runs with those of `rms` by seed."""
-    losses = losses_under(condition)
-    base = losses.pop(BASELINE, {})
-    return [
-        Difference(condition, arm, np.array([found[seed] - base[seed] for seed in sorted(seeds)]))
-        for arm, found in losses.items()
-        if (seeds := found.keys() & base.keys())
-    ]
+    """Compare each arm with `rms`, seed by seed. Raises UserError of `all_pairs`."""
+    arms = arms_under(condition)
+    if BASELINE not in arms:
+        return []
+    pairs = all_pairs(arms, BASELINE)
+    base = arms.pop(BASELINE)
+    found = []
+    for arm, runs in arms.items():
+        seeds = runs.keys() & base.keys()
+        nats = [final_loss(run) - final_loss(other) for run, other in pairs.get(arm, [])]
+        diverged = sum(runs[seed].diverged or base[seed].diverged for seed in seeds)
+        if seeds:
+            found.append(Difference(condition, arm, np.array(nats), diverged))
+    return found
 
 
 @functools.cache
 def rms_lengths(shape: str) -> dict[int, list[float]]:
     """Return steps -> losses of the `rms` runs that measure what tokens are worth."""
     by_length: dict[int, list[float]] = {}
-    for run in read(f"which_norm/margin-{shape}"):
+    for run in read_alike(f"which_norm/margin-{shape}", "max_iters", "warmup_iters"):
         by_length.setdefault(run.config["max_iters"], []).append(final_loss(run))
     return by_length
 
@@ -307,7 +349,7 @@ def curves_of(runs: list[Run]) -> dict[str, Curve]:
 @functools.cache
 def curves(shape: str) -> dict[str, Curve]:
     """Return arm -> losses over the learning rate, of the committed screening."""
-    return curves_of(read(f"which_norm/rates-{shape}"))
+    return curves_of(read_alike(f"which_norm/rates-{shape}", *RATES))
 
 
 def nats_or_diverged(loss: float, form: str = ".4f") -> str:
@@ -336,7 +378,7 @@ def rates_table(found: dict[str, Curve]) -> str:
 def by_settings(shape: str, arm: str) -> dict[tuple[float, float], list[float]]:
     """Return learning rate and init_std -> losses, of the stage that asks if they were right."""
     found: dict[tuple[float, float], list[float]] = {}
-    for run in read(f"which_norm/check-{shape}"):
+    for run in read_alike(f"which_norm/check-{shape}", "init_std", *RATES):
         if arm_name(run) == arm:
             settings = run.config["learning_rate"], run.config["init_std"]
             found.setdefault(settings, []).append(final_loss(run))
@@ -350,10 +392,9 @@ def chosen_settings(shape: str) -> tuple[float, float]:
 
 def muon_for_adamw() -> Estimate:
     """Return the loss of `rms` with AdamW minus that with Muon, each at its best rate, by seed."""
-    losses: dict[str, dict[int, float]] = {"adamw": {}, "muon": {}}
-    for run in read("muon_rate/step"):
-        losses[run.config["optimizer"]][run.seed] = final_loss(run)
-    return paired(np.array([losses["adamw"][seed] - loss for seed, loss in losses["muon"].items()]))
+    arms = by_value(read("muon_rate/step"), "optimizer")
+    pairs = all_pairs(arms, "adamw", "optimizer")["muon"]
+    return paired(np.array([final_loss(base) - final_loss(run) for run, base in pairs]))
 
 
 def worth() -> dict[str, float]:
@@ -365,7 +406,7 @@ def worth() -> dict[str, float]:
     """
     chosen = chosen_settings("W")
     by_std: dict[float, list[float]] = {}
-    for run in read("init_std/W"):
+    for run in read_alike("init_std/W", "init_std", "weight_decay", *RATES):
         # val_loss of these runs is over the whole split
         by_std.setdefault(run.config["init_std"], []).append(run.metrics["val_loss"])
     checked = by_settings("W", BASELINE)
@@ -415,7 +456,7 @@ def notes() -> str:
         for loss in losses
     ]
     deep = next(condition for condition in CONDITIONS if condition.name == DEEP)
-    usual = np.mean(list(losses_under(deep)[BASELINE].values()))
+    usual = np.mean([final_loss(run) for run in arms_under(deep)[BASELINE].values()])
     muon = muon_for_adamw()
     low, high = muon.interval()
     bad = sum(loss > usual + 0.03 for loss in outside)
@@ -531,7 +572,7 @@ def page() -> str:
         "val_loss_full, nats a byte: the mean over the seeds at that rate, the second seed cleared "
         "of its mean difference from the first.",
         *(f"{shape}:\n\n{rates_table(curves(shape))}" for shape in SHAPES),
-        f"W with Muon:\n\n{rates_table(curves_of(read('muon_rate/curve')))}",
+        f"W with Muon:\n\n{rates_table(curves_of(read_alike('muon_rate/curve', *RATES)))}",
         f"## Margin\n\nNats for e times the tokens: {slopes}. 1,000 steps are 2 M tokens.",
         margin_table(),
         "## Were rate and initialisation right?",

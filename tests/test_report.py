@@ -13,6 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -208,6 +209,7 @@ def test_the_stream_is_drawn_where_runs_measured_it(tmp_path):
     assert "Residual stream" not in page.read_text()
     for step in (0, 100):
         figures = {"rms": [0.1, 0.2, step], "logit_norm": 7.0, "radial_gradient": -0.5}
+        figures |= {"drift": [1, 1, 1], "spread": [0, 0, 0]}
         append(coupled, event="rms", step=step, **figures)
     with open(coupled / "log.jsonl", "a") as log:
         log.write('{"event": "st')  # cut off by a kill
@@ -216,6 +218,12 @@ def test_the_stream_is_drawn_where_runs_measured_it(tmp_path):
     report.main([str(tmp_path), "--baseline=rms"])
     assert "<h2>Residual stream after training</h2>" in page.read_text()
     assert "length of the logits" in page.read_text()
+    # a norm that shares no statistic has no ratio to one
+    assert "SD of its logarithm" not in page.read_text()
+    taper = write_run(tmp_path, "taper", 8)
+    append(taper, event="rms", step=100, rms=[0.1, 0.2, 3.0], drift=[1, 1, 2], spread=[0, 0, 1])
+    report.main([str(tmp_path), "--baseline=rms"])
+    assert "SD of its logarithm" in page.read_text()
 
 
 def test_a_margin_of_a_speed_is_a_share(tmp_path):
@@ -224,16 +232,23 @@ def test_a_margin_of_a_speed_is_a_share(tmp_path):
 
 
 def test_too_small_a_set_shows_nothing_and_says_what_is_missing(tmp_path):
-    for seed in (8, 9, 10):
+    said = {}
+    for seed in (8, 9, 10, 11):
         write_run(tmp_path, "rms", seed, delta_val_loss=0.001)
         write_run(tmp_path, "layer", seed, extra=0.003 * (seed - 9), delta_val_loss=0.001)
-    row = rows_of(tmp_path)["val_loss", "layer"]
-    assert row.word == "no difference shown, margin open" and row.needed > 3
-    assert row.sentence().endswith(
-        "; so few pairs decide only if differences are normal; to show this difference, or that "
-        f"it is within the margin, takes a new set of {row.needed} seeds; the declared margin is "
-        "0.0010."
-    )
+        if seed > 8:
+            row = rows_of(tmp_path)["val_loss", "layer"]
+            said[seed] = row.sentence().partition("; ")[2]
+            assert row.word == "no difference shown, margin open"
+    # two or three pairs do not tell the spread, so not how many pairs it takes
+    few = "so few pairs decide only if differences are normal; the declared margin is 0.0010."
+    assert said == {
+        9: few,
+        10: few,
+        11: "to show this difference, or that it is within the margin, takes a new set of "
+        f"{row.needed} seeds; the declared margin is 0.0010.",
+    }
+    assert row.needed > 4
 
 
 # ---------------------------------------------------------------------------------- arms and names
@@ -324,6 +339,24 @@ def test_an_arm_has_the_name_that_it_was_given(tmp_path):
         reported(tmp_path)
 
 
+@pytest.mark.parametrize("names", [("a c", "a  c"), ("it's", " "), ("taper final", None)], ids=str)
+def test_arms_of_any_name_are_told_apart(tmp_path, capsys, names):
+    """By columns, rows and lines of their own, whatever their names are alike in."""
+    for seed, extra in ((1, 0.1), (2, 0.2)):
+        write_run(tmp_path, "rms", seed)
+        write_run(tmp_path, "layer", seed, extra, arm=names[0])
+        keys = {"arm": names[1]} if names[1] else {"taper_final": True}
+        write_run(tmp_path, "taper", seed, -extra, **keys)
+    text, printed = written(tmp_path), capsys.readouterr().out
+    header = re.findall(r"^\| seed \|.*", text, re.M)[0]
+    assert len({*header.split("|")[2:-1]}) == 3
+    rows = {line.partition("  ")[0] for line in printed.splitlines() if " not shown" in line}
+    assert len({*rows}) == 2
+    # the name that was given still names the baseline, and the page is written
+    report.main([str(tmp_path), f"--baseline={names[0]}"])
+    assert f"against {short_name(names[0])}" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------------------- what is paired
 
 
@@ -337,6 +370,56 @@ def test_arms_of_a_declared_study_may_have_rates_of_their_own(tmp_path):
     assert "layer --learning_rate=0.001 --warmup_iters=0" in written(tmp_path)
 
 
+def test_an_arm_is_not_a_mean_over_learning_rates(tmp_path):
+    """Neither the arm nor the baseline, in a declared study too."""
+    for seed, rate in ((3, 1e-3), (4, 1e-3), (5, 1e-2), (6, 1e-2), (7, 1e-2)):
+        write_run(tmp_path, "rms", seed, study="x")
+        write_run(tmp_path, "layer", seed, extra=rate, study="x", learning_rate=rate)
+    rows = rows_of(tmp_path)
+    seeds = {arm: row.seeds for (name, arm), row in rows.items() if name == "val_loss"}
+    assert seeds == {
+        "layer --learning_rate=0.001": [3, 4],
+        "layer --learning_rate=0.01": [5, 6, 7],
+    }
+    found = report.make_report(by_arm(find_runs([tmp_path])), "layer", 0.0)
+    assert found.rows == [] and "`layer` has several learning rates" in found.alone
+
+
+def test_runs_at_several_rates_give_a_table_of_rates(tmp_path, capsys):
+    """By any name of the baseline; one that has several rates has no verdicts."""
+    rates = (1e-3, 2e-3, 4e-3)
+    for norm_type, extra in (("rms", 0.0), ("layer", 0.1)):
+        for rate in rates:
+            keys = {"learning_rate": rate, "extra": extra + 10 * rate}
+            run = write_run(tmp_path, norm_type, 8, **keys)
+            if rate < 4e-3:
+                write_run(tmp_path, norm_type, 9, **keys)
+        append(run, **DIVERGED)
+    runs = find_runs([tmp_path])
+    cells = []
+    for rate in rates[:2]:
+        mine = [r for r in runs if r.words == "layer" and r.config["learning_rate"] == rate]
+        cells.append(f"{np.mean([run.metrics['val_loss'] for run in mine]):.4f}")
+    text = written(tmp_path)
+    assert f"| `layer` | {cells[0]} | {cells[1]} | 1 of 1 diverged |" in text
+    assert "| arm | 0.001 | 0.002 | 0.004 |" in text and "## Tests" not in text
+    printed = capsys.readouterr().out
+    assert re.search(rf"^layer +{cells[0]} +{cells[1]} +1 of 1 diverged$", printed, re.M)
+    report.main([str(tmp_path), "--baseline=rms --learning_rate=0.002", "--pictures=False"])
+    assert "layer learning_rate=0.002: worse" in capsys.readouterr().out
+
+
+def test_each_seed_may_have_a_device_of_its_own(tmp_path):
+    """A pair may not."""
+    for seed, device in ((8, "a GPU"), (9, "a GPU"), (10, "another"), (11, "another")):
+        write_run(tmp_path, "rms", seed, start={"device": device})
+        write_run(tmp_path, "layer", seed, start={"device": device})
+    write_run(tmp_path, "taper", 8, start={"device": "another"})
+    found = reported(tmp_path)
+    assert found.rows[0].seeds == [8, 9, 10, 11]
+    assert "taper, seed 8: not paired: device=another against a GPU" in found.left_out
+
+
 def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path, capsys):
     for seed in (8, 9, 10, 12):
         write_run(tmp_path, "rms", seed)
@@ -348,16 +431,16 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path, capsys):
     written(tmp_path)
     printed = capsys.readouterr().out
     for line in (
-        "layer, seed 9: not paired: learning_rate=0.001 against 0.0006",
-        "layer, seed 10: not paired: data: y against x",
-        "layer, seed 11: not paired: rms has no such seed",
-        "layer, seed 12: not finished: last evaluation at step 60 of 100",
+        "layer --learning_rate=0.001, seed 9: not paired: learning_rate=0.001 against 0.0006",
+        "layer --learning_rate=0.0006, seed 10: not paired: data: y against x",
+        "layer --learning_rate=0.0006, seed 11: not paired: rms has no such seed",
+        "layer --learning_rate=0.0006, seed 12: not finished: last evaluation at step 60 of 100",
         # one pair alone: means and curves are of that
         "Nothing is compared, for no arm has two pairs.",
     ):
         assert line in printed
     seeds = [(line["arm"], line["seed"]) for line in lines_of(tmp_path / "seeds.csv")]
-    assert seeds == [("rms", "8"), ("layer", "8")]
+    assert seeds == [("rms", "8"), ("layer --learning_rate=0.0006", "8")]
     assert (tmp_path / "report.csv").read_text() == "metric,arm\n"
 
 
@@ -454,8 +537,8 @@ def test_divergence_under_other_settings_is_another_experiment(sweep, capsys):
     append(write_run(sweep, "taper", 99, learning_rate=1.0), **DIVERGED)
     assert "## Stability" not in written(sweep)
     text = capsys.readouterr().out
-    assert "taper: better" in text and "runs diverged" not in text
-    assert "taper, seed 99: step 100: the loss on rank 0 is not finite" in text
+    assert "taper learning_rate=0.0006: better" in text and "runs diverged" not in text
+    assert "learning_rate=1.0, seed 99: step 100: the loss on rank 0 is not finite" in text
 
 
 def test_divergence_is_a_result(sweep):
@@ -667,6 +750,80 @@ def test_what_never_ends_is_no_file_of_a_run(tmp_path, monkeypatch):
         find_runs([tmp_path])
 
 
+HOSTILE = '</script>"><img src=x onerror=alert(1)><b>'
+
+
+class Elements(HTMLParser):
+    """The names of a page's elements, without those that scripts write."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.names: dict[str, int] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.names[tag] = self.names.get(tag, 0) + 1
+        assert not any(name.startswith("on") for name, _ in attributes)
+
+
+def test_what_a_log_says_is_text_in_the_page(tmp_path):
+    """The page of a log whose every text is hostile has the elements of any other page."""
+    pages = []
+    for text in ("plain", HOSTILE):
+        folder = tmp_path / f"of-{len(pages)}"
+        start = {
+            "device": text,
+            "git": text,
+            "versions": {"torch": text},
+            "norm_keys": {text: 1, "norm_plan": ""},
+            "data": text,
+        }
+        keys = {"study": text, "norm_plan": text, "items": 0.9, "start": start}
+        for seed in (8, 9):
+            for norm_type in ("rms", "layer"):
+                write_run(folder / "runs", norm_type, seed, arm=f"{norm_type} {text}", **keys)
+        bad = write_run(folder / "bad", "taper", 8, arm=text, **keys)
+        append(bad, event="resume", step=50, changed=[f"git {text} -> b"])
+        report.main([str(folder), f"--baseline=rms {text}", f"--out={folder}"])
+        pages.append(Elements((folder / "report.html").read_text()).names)
+    assert pages[0] == pages[1]
+
+
+DAMAGED = {
+    "seed": ('"seed": 8', '"seed": "\\"><img src=x>3"'),
+    "max_iters": ('"max_iters": 100', '"max_iters": null'),
+    "norm_type": ('"norm_type": "rms"', '"norm_type": ["rms"]'),
+    "device": ('"device": "a GPU"', '"device": 1'),
+    "versions": ('"versions": {"torch": "2.13.0"}', '"versions": {}'),
+    "other_norm_keys": ('"other_norm_keys": [', '"other_norm_keys": [[1], '),
+    "val_loss": ('"val_loss": 5.0', '"val_loss": "low"'),
+    "step": ('"event": "eval", "step": 0', '"event": "eval", "step": -1'),
+    "loss": ('"event": "step", "step": 10, "loss"', '"event": "step", "step": 10, "lost"'),
+    "val_loss ": ('"val_loss": 5.0', '"val_loss": 1e999'),
+    "event": ('{"event": "eval", "step": 0, "val_loss": 5.0}', "[]"),
+    "is damaged": ('{"event": "eval", "step": 0, "val_loss": 5.0}', "[" * 100_000),
+    "changed": ('"changed": ["numpy 1 -> 2"]', '"changed": [""]'),
+    "rms": ('"rms": [1.0, 2.0]', '"rms": []'),
+    "document_nats": ('"document_nats": [1.0, 2.0]', '"document_nats": [1.0]'),
+    "hellaswag": ('"label": 0', '"label": [0]'),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_log_is_named_with_its_field(tmp_path, request, old, new):
+    """One line for whatever a field has that it should not have."""
+    run = write_run(tmp_path, "rms", 8, items=0.5)
+    append(run, event="resume", step=50, changed=["numpy 1 -> 2"])
+    append(run, event="rms", step=100, rms=[1.0, 2.0])
+    whole_split(run, [1.0, 1.0], [1, 2])
+    assert Run(run).metrics and len(Run(run).items["item"]) == 200
+    name = "hellaswag.jsonl" if "label" in old else "log.jsonl"
+    assert old in (run / name).read_text()
+    (run / name).write_text((run / name).read_text().replace(old, new, 1))
+    with pytest.raises(UserError, match=f"rms-8: .*{request.node.callspec.id.strip()}"):
+        report.main([str(run), "--baseline=rms"])
+
+
 @pytest.mark.parametrize(
     ("words", "code", "named"),
     [
@@ -678,6 +835,7 @@ def test_what_never_ends_is_no_file_of_a_run(tmp_path, monkeypatch):
         ("nowhere", 1, "nowhere"),
         ("EMPTY", 1, "empty"),
         ("RUN --plot=OUT", 1, "out"),
+        ("RUN --baseline=rms --plot=F.png", 2, "plot=F.png"),
         ("STUDENT", 1, "distill.py"),
         ("DAMAGED", 1, "rms-1.*line 3"),
     ],

@@ -18,6 +18,8 @@ import study_rederived as anew
 from helpers import ROOT
 from statsmodels.stats.weightstats import DescrStatsW
 
+from common.errors import UserError
+from evidence.runs import Run
 from repro import which_norm
 from repro.which_norm import CONDITIONS, MARKERS, Curve, Difference, put
 
@@ -122,10 +124,56 @@ def test_the_committed_runs_give_the_committed_pages():
     assert which_norm.headline() in (ROOT / "README.md").read_text()
 
 
+# What a run of an arm may not have: archive, what tells the runs, place, key, its value there
+MISMATCHES = [
+    ("which_norm/verdict-W", {"norm_type": "peri"}, "config", "batch_size", 1),
+    ("which_norm/verdict-W", {"norm_type": "peri", "seed": 205}, "config", "max_iters", 900),
+    ("which_norm/verdict-W", {"norm_type": "peri"}, "start", "data", "other:1:2"),
+    ("which_norm/verdict-W", {"norm_type": "peri", "seed": 205}, "start", "device", "a GPU"),
+    ("which_norm/verdict-W", {"norm_type": "peri"}, "config", "study", "another"),
+    ("which_norm/verdict-W", {"norm_type": "peri", "seed": 205}, "config", "learning_rate", 0.5),
+    ("layer_coupled/D", {"norm_type": "rms", "seed": 205}, "config", "dropout", 0.5),
+    ("which_norm/muon-W", {"norm_type": "peri"}, "config", "optimizer", "adamw"),
+    ("muon_rate/step", {"optimizer": "muon"}, "config", "batch_size", 1),
+    ("muon_rate/step", {"optimizer": "muon", "seed": 501}, "config", "learning_rate", 0.5),
+    ("muon_rate/step", {"optimizer": "muon"}, "config", "norm_type", "peri"),
+    ("muon_rate/curve", {"learning_rate": 0.0088}, "config", "grad_clip", 9.0),
+    ("which_norm/rates-W", {"norm_type": "peri"}, "config", "init_std", 9.0),
+    ("which_norm/margin-D", {"max_iters": 500}, "start", "data", "other:1:2"),
+    ("which_norm/check-W", {"norm_type": "peri"}, "config", "batch_size", 1),
+    ("init_std/W", {"init_std": 0.02}, "config", "batch_size", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("archive", "mine", "place", "key", "value"),
+    MISMATCHES,
+    ids=[f"{archive}-{key}" for archive, _, _, key, _ in MISMATCHES],
+)
+def test_runs_of_another_experiment_are_refused(monkeypatch, archive, mine, place, key, value):
+    """In pairs and in the tables beside them; nothing is paired by its seed alone."""
+    as_kept = which_norm.read
+    runs = [Run(run.path, run.files) for run in as_kept(archive)]
+    changed = [run for run in runs if mine.items() <= run.config.items()]
+    assert 0 < len(changed) < len(runs)
+    for run in changed:
+        getattr(run, place)[key] = value
+    monkeypatch.setattr(which_norm, "read", lambda name: runs if name == archive else as_kept(name))
+    cached = (which_norm.all_differences, which_norm.curves, which_norm.rms_lengths)
+    for function in cached:
+        function.cache_clear()
+    try:
+        with pytest.raises(UserError):
+            which_norm.page()
+    finally:
+        for function in cached:
+            function.cache_clear()
+
+
 def test_a_shape_that_is_not_whole_or_diverged_has_no_verdict():
     condition = CONDITIONS[2]
-    assert Difference(condition, "layer", np.zeros(3)).text() == "begun"
-    diverged = Difference(condition, "layer", np.array([0.0] * 14 + [np.inf, np.nan]))
+    assert Difference(condition, "layer", np.zeros(3), 0).text() == "begun"
+    diverged = Difference(condition, "layer", np.zeros(14), 2)
     assert diverged.text() == "diverged in 2 of 16" and not diverged.is_whole
 
 
