@@ -36,6 +36,15 @@ from training.optim import make_optimizer
 
 WEIGHT = "blocks.0.attn.qkv.weight"
 MISSING = object()
+# Forms of a weight whose numbers are not, or not all, in the tensor itself
+STRANGE = (
+    lambda old: old.to(torch.float8_e4m3fn),
+    lambda old: old.to(torch.float8_e5m2),
+    lambda old: torch.quantize_per_tensor(old, 0.1, 0, torch.qint8),
+    lambda old: torch.nested.nested_tensor([old, old]),
+    lambda old: old.to("meta"),
+    lambda old: old.to_sparse(),
+)
 WORDS = (*TINY, "--max_iters=2", "--norm_type=coupled", "--coupled_span=2", "--bias=True")
 
 
@@ -178,14 +187,23 @@ def test_what_this_program_does_not_read_is_refused(change, word, state, tmp_pat
         find_checkpoint(tmp_path, "auto")
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
 @pytest.mark.parametrize(
     ("place", "value", "part"),
     [
         (("config",), [1], "`config` is damaged"),
         (("step",), -3, "`step` is damaged"),
+        (("config", "norm_type"), ["rms"], "`config` is damaged"),
+        (("config", "arm"), torch.ones(2), "`config` is damaged"),
         (("model",), [1], "`model` is damaged"),
         (("model", WEIGHT), "x", "`model` is damaged"),
+        *(
+            (place, form, f"`{place[0]}` is damaged")
+            for place in (("model", WEIGHT), ("optimizer", WEIGHT, "exp_avg"))
+            for form in STRANGE
+        ),
         (("optimizer",), [], "`optimizer` is damaged"),
+        (("provenance",), None, "`provenance` is damaged"),
         (("best_val_loss",), math.nan, "`best_val_loss` is damaged"),
         (("model", WEIGHT), lambda weight: weight * math.nan, f"{WEIGHT} is not finite"),
         (
@@ -235,10 +253,13 @@ def test_config_and_weights_that_do_not_fit(state, tmp_path, place, value, part)
 @pytest.mark.parametrize(
     ("place", "value", "part"),
     [
+        (("optimizer",), {}, "the state of its optimizer lacks wte.weight"),
+        (("optimizer", WEIGHT), MISSING, f"the state of its optimizer lacks {WEIGHT}"),
         (("optimizer", WEIGHT), [1], "the state of its optimizer"),
         (("optimizer", "foreign"), {}, "the state of its optimizer"),
         (("optimizer", WEIGHT, "exp_avg"), torch.ones(1), "the state of its optimizer"),
         (("optimizer", WEIGHT, "exp_avg"), MISSING, "the state of its optimizer"),
+        (("optimizer", WEIGHT, "exp_avg"), lambda old: old.int(), "the state of its optimizer"),
         (("format",), 1, "the state of its optimizer"),
         (("scaler",), MISSING, "holds weights only"),
     ],
