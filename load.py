@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError
-from common.hub import model_folder, read_config
+from common.hub import MOST_JSON, model_folder, read_config
+from common.inputs import read_regular
 from common.output import check_apart, parse_json
 from configurator import Overrides
 from hf.config import gpt_config, random_model, shape_config
@@ -121,7 +122,7 @@ def take_shape(given: Overrides) -> None:
     begun = out_dir / "config.json"
     if begun.exists():
         try:
-            source = model_config(dict(parse_json(begun.read_bytes())), begun)
+            source = model_config(dict(parse_json(read_regular(begun, MOST_JSON))), begun)
         except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"out_dir: {begun} is damaged ({error}): remove it, or choose another out_dir"

@@ -33,6 +33,7 @@ from torch import nn
 
 from common.distributed import Ranks, cut, gathered, share
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write
+from common.inputs import check_regular
 from common.old_keys import RETIRED, as_today
 from common.output import replacing
 from configurator import Overrides
@@ -107,8 +108,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the file is missing, torn or of another program.
-        UserError: it is good, but of a layout that this program does not read. No other checkpoint
-            of its run may take its place, which would be written over it.
+        UserError: it is a pipe or a device; or it is good, but of a layout that this program does
+            not read. No other checkpoint of its run may take its place, which would be written over
+            it.
     """
     state = _read_archive(path)
     if isinstance(state, dict) and "model_args" in state:
@@ -138,6 +140,7 @@ def _read_archive(path: Path) -> Any:
     torch itself would load a tensor with a flipped bit. All ranks of a machine share one copy in
     memory (mmap).
     """
+    check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = _false_entry(archive) or archive.testzip()

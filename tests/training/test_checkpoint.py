@@ -7,7 +7,10 @@ A damaged file ends in one line that names the entry.
 
 import copy
 import math
+import os
 import re
+import shutil
+import signal
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -273,6 +276,46 @@ def test_nothing_is_lost_in_a_resume(state, tmp_path, tiny_data, place, value, p
     with pytest.raises(CheckpointError, match=part):
         train.main([*WORDS, "--max_iters=4", f"--data_dir={tiny_data}", f"--out_dir={run}"])
     assert contents(run) == before
+
+
+@pytest.fixture
+def soon():
+    """What waits for ever ends."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        (LAST, "--resume=auto"),
+        ("config.json", f"--init_from={BEST}"),
+        ("config.json", "--init_from=resume"),  # nanoGPT's word
+        ("log.jsonl", "--resume=auto"),
+        ("lock", "--resume=auto"),
+        ("lock.owner", "--resume=auto"),
+        ("../data/tiny_train_000000.bin", "--resume=auto"),
+    ],
+)
+def test_a_pipe_ends_in_one_line(state, tiny_data, tmp_path, soon, name, word):
+    """To open it waits for its writer."""
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copytree(tiny_data, tmp_path / "data")
+    save_checkpoint(run / LAST, state)
+    path = run / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    words = [*WORDS, f"--data_dir={tmp_path / 'data'}", f"--out_dir={run}", word]
+    with pytest.raises(UserError, match=f"{path.name}: this is a device, a pipe or a socket"):
+        train.main(words)
 
 
 @pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 1), ("fsdp", 2)])
