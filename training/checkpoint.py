@@ -202,7 +202,6 @@ def check_entries(path: Path, state: Any) -> None:
         "optimizer": _is_dict(moments) and all(_is_plain(t) for _, t in _tensors_in(moments, "")),
         # No loss is lower than NaN: the best checkpoint would never be written again.
         "best_val_loss": isinstance(best, float) and not math.isnan(best),
-        **{name: _is_dict(state.get(name, {})) for name in ("scaler", "stability", "provenance")},
     }
     for name, sound in is_sound.items():
         if not sound:
