@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError
-from common.hub import model_folder, read_config
+from common.hub import MOST_JSON, model_folder, read_config
+from common.inputs import read_regular
 from common.output import check_apart, parse_json
 from configurator import Overrides
 from hf.config import gpt_config, random_model, shape_config
@@ -33,6 +34,7 @@ from training.checkpoint import (
 )
 from training.nanogpt import FILE as NANOGPT
 from training.old_names import PLACE
+from training.same_norms import is_same_function
 
 # Keys that change what the same tensors compute.
 SAME_FUNCTION = (
@@ -120,7 +122,7 @@ def take_shape(given: Overrides) -> None:
     begun = out_dir / "config.json"
     if begun.exists():
         try:
-            source = model_config(dict(parse_json(begun.read_bytes())), begun)
+            source = model_config(dict(parse_json(read_regular(begun, MOST_JSON))), begun)
         except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"out_dir: {begun} is damaged ({error}): remove it, or choose another out_dir"
@@ -175,11 +177,13 @@ def init_from(model: GPT, spec: str, meta: dict) -> str:
     new = [name for name in new if not name.endswith(".depth")]
     dropped = [name for name in [*dropped, *left_out] if not name.endswith(".depth")]
     note = f"weights of {spec}"
-    if (source.config.norm_type, model.config.norm_type) == ("layer", "rms"):
-        note += (
-            f"; its function has changed: `python convert.py {spec} --to=rms --out=FOLDER` keeps "
-            "it exactly, for --init_from=FOLDER"
-        )
+    if not is_same_function(source, model):
+        note += "; its function has changed with its norms"
+        if source.config.norm_type in ("layer", "cbwc") and model.config.norm_type == "rms":
+            note += (
+                f": `python convert.py {spec} --to=rms --out=FOLDER` keeps it exactly, for "
+                "--init_from=FOLDER"
+            )
     if source.meta.get("chars") not in (None, meta.get("chars")):
         note += "; warning: its alphabet is not that of the data, so tokens change their meaning"
     if new or dropped:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UserError, cannot_write
+from common.inputs import check_regular
 
 # Seconds. A job that is queued again may start while the previous one still saves.
 PATIENCE = 60.0
@@ -41,8 +42,8 @@ class FolderLock:
         active: without it nothing is locked, as on ranks for which the main one locks.
 
     Raises:
-        UserError: another process stays, the folder cannot be made, or this process is told to
-            stop.
+        UserError: another process stays, the folder cannot be made, a file of the lock is a pipe,
+            or this process is told to stop.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class FolderLock:
         self.ended = threading.Event()
         if not active:
             return
+        for path in (folder / "lock", self.owner):
+            check_regular(path)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.file = open(folder / "lock", "a")

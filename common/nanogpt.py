@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.inputs import read_regular
 from common.output import parse_json
 
+MOST = 1 << 24  # bytes of a config.json
 MODEL = "the model"  # stands for the argument that names it
 # Both checkpoints are kept, a tracker's run has its folder's name, the device decides.
 NOT_NEEDED = ("always_save_checkpoint", "wandb_run_name", "backend")
@@ -60,7 +62,7 @@ def start_of(run: Path) -> str:
     """Return the `init_from` with which a run has started; empty where there is none."""
     file = run / "config.json"
     try:
-        return parse_json(file.read_bytes())["init_from"] if file.exists() else ""
+        return parse_json(read_regular(file, MOST))["init_from"] if file.exists() else ""
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{file} is damaged: give --resume={run / 'ckpt_last.pt'}") from None
 

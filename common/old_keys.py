@@ -80,9 +80,9 @@ def as_today(config: dict[str, Any]) -> dict[str, Any]:
     check_none_is_named(config)
     # In the order of the saved keys, in which report.py names an arm.
     config = dict(_translated(name, value) for name, value in config.items())
-    recipe = OLD_RECIPES.get(config.get("norm_type"))
-    if recipe is not None:
-        config.setdefault("norm_recipe", recipe)
+    for norm_type, recipe in OLD_RECIPES.items():
+        if config.get("norm_type") == norm_type:
+            config.setdefault("norm_recipe", recipe)
     return config
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .errors import ConfigError, UserError, cannot_write
+from .inputs import check_regular
 
 BEGINNING = 1 << 16  # bytes of a file that tell its kind
 RUN_CONFIG = rb'(?s)\s*\{.*"norm_type"'  # how the config.json of a run folder begins
@@ -175,10 +176,11 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> list[dict[str, Any]]:
     """Read the records of a JSONL file; none if there is no file.
 
-    Lines that were cut off by a kill are left out.
+    Lines that were cut off by a kill are left out. Raises UserError for a pipe or a device.
     """
     if not path.exists():
         return []
+    check_regular(path)
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):

@@ -14,6 +14,8 @@ import io
 import json
 import pickle
 import re
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
+from common.inputs import check_regular
 from common.output import parse_json, write_bytes_atomically
 
 MAGIC = 20240520
@@ -30,6 +33,7 @@ HEADER_BYTES = 4 * HEADER_INTS
 MOST_TOKENS = 65536  # ids are uint16
 GPT2 = {"tokenizer": "gpt2", "vocab_size": 50257}  # of data that do not say
 MOST_PICKLED = 1 << 24  # bytes that are read of a meta.pkl; nanoGPT's have about 1,000
+MAPPED = 128  # shards of a split that are open at once: a process may have 256 or 1,024 descriptors
 NUMBERED = re.compile(r"(?P<name>.+)_(?P<split>train|val)_(?P<number>\d{6})\.bin")
 
 
@@ -43,7 +47,13 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """Map the tokens of one shard into memory, uint16 (n,). Raises DataError if it is damaged."""
+    """Map the tokens of one shard into memory, uint16 (n,).
+
+    Raises:
+        DataError: it is damaged.
+        UserError: it is a pipe or a device.
+    """
+    check_regular(path)
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=min(3, size // 4)).tolist()
     if header[:2] == [MAGIC, VERSION] and len(header) == 3:
@@ -63,9 +73,49 @@ def open_shard(path: Path) -> np.ndarray:
         )
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=offset, shape=(count,))
     # Of whole numbers of 4 or 8 bytes the upper halves are 0, and a loss would look wonderful.
-    if not offset and not tokens[1 : 1 << 20 : 2].any():
+    # A few tokens say nothing: the only one of a file has none beside it.
+    if not offset and count > 16 and not tokens[1 : 1 << 20 : 2].any():
         raise DataError(f"{path}: every second token is 0: is it int32 or int64? Write uint16")
     return tokens
+
+
+class Shards(Sequence[np.ndarray]):
+    """The tokens of each shard of a split, uint16 (n,), mapped into memory as they are needed.
+
+    A map keeps a descriptor, so the latest MAPPED of them stay. All are opened once at the start.
+
+    Raises:
+        DataError: a shard is damaged, or is another file than it was at the start.
+    """
+
+    def __init__(self, paths: list[Path]):
+        self.paths = paths
+        self.lengths: list[int] = []
+        self.seen = [_state(path) for path in paths]
+        self.opened = lru_cache(MAPPED)(self._open)
+        for number in range(len(paths)):
+            self.lengths.append(len(self.opened(number)))
+
+    def _open(self, number: int) -> np.ndarray:
+        path = self.paths[number]
+        tokens = open_shard(path)
+        if _state(path) != self.seen[number]:
+            raise DataError(f"{path} has changed since this program began: start it again")
+        return tokens
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        if number >= len(self.paths):
+            raise IndexError(number)  # what ends a loop over a sequence
+        return self.opened(number)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Return what tells whether a file was written again: its size and the time."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:

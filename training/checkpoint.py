@@ -17,6 +17,7 @@ restores them.
 
 import errno
 import itertools
+import json
 import math
 import os
 import pickle
@@ -32,6 +33,7 @@ from torch import nn
 
 from common.distributed import Ranks, cut, gathered, share
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write
+from common.inputs import check_regular
 from common.old_keys import RETIRED, as_today
 from common.output import replacing
 from configurator import Overrides
@@ -106,8 +108,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the file is missing, torn or of another program.
-        UserError: it is good, but of a layout that this program does not read. No other checkpoint
-            of its run may take its place, which would be written over it.
+        UserError: it is a pipe or a device; or it is good, but of a layout that this program does
+            not read. No other checkpoint of its run may take its place, which would be written over
+            it.
     """
     state = _read_archive(path)
     if isinstance(state, dict) and "model_args" in state:
@@ -137,6 +140,7 @@ def _read_archive(path: Path) -> Any:
     torch itself would load a tensor with a flipped bit. All ranks of a machine share one copy in
     memory (mmap).
     """
+    check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = _false_entry(archive) or archive.testzip()
@@ -189,12 +193,13 @@ def check_entries(path: Path, state: Any) -> None:
     if not isinstance(state, dict) or not {"config", "step"} <= state.keys():
         raise CheckpointError(foreign)
     best = state.get("best_val_loss", math.inf)
+    moments = state.get("optimizer", {})
     is_sound = {
-        "config": _is_dict(state["config"]),
+        "config": _is_config(state["config"]),
         # True is an int to isinstance.
         "step": type(state["step"]) is int and state["step"] >= 0,
         "model": "shards" in state or _are_tensors(state.get("model")),
-        "optimizer": _is_dict(state.get("optimizer", {})),
+        "optimizer": _is_dict(moments) and all(_is_plain(t) for _, t in _tensors_in(moments, "")),
         # No loss is lower than NaN: the best checkpoint would never be written again.
         "best_val_loss": isinstance(best, float) and not math.isnan(best),
     }
@@ -209,16 +214,34 @@ def _is_dict(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
-def _are_tensors(value: Any) -> bool:
-    """Is it a dict of ordinary tensors, whose numbers are all in the file?
+def _is_config(value: Any) -> bool:
+    """Is it a dict of what JSON can say, with a norm type that is a name?"""
+    if not _is_dict(value) or not isinstance(value.get("norm_type", ""), str):
+        return False
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
-    A view can repeat one number 2^40 times.
+
+def _are_tensors(value: Any) -> bool:
+    return _is_dict(value) and all(_is_plain(part) for part in value.values())
+
+
+def _is_plain(value: Any) -> bool:
+    """Is it a tensor of ordinary numbers, all of which are in the file?
+
+    Those of a quantised tensor, or of 8 bits, have a scale elsewhere; those of a meta tensor are
+    nowhere. A view can repeat one number 2^40 times.
     """
-    return _is_dict(value) and all(
-        isinstance(part, torch.Tensor)
-        and part.layout == torch.strided
-        and part.numel() * part.element_size() <= part.untyped_storage().nbytes()
-        for part in value.values()
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not (value.is_nested or value.is_quantized)
+        and not (value.is_floating_point() and value.element_size() < 2)
+        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
     )
 
 
@@ -339,15 +362,17 @@ def load_moments(
         optimizer: without moments; not stepped yet.
 
     Raises:
-        CheckpointError: the moments are damaged, or of another model.
+        CheckpointError: the moments are damaged, or of another model; or those of a parameter are
+            missing.
     """
+    missing: list[str] = []
     try:
         saved = state["optimizer"]
         if state.get("format", 1) == 1:
             saved = moments_by_name(saved, list(state["model"]), parameters, optimizer)
         for name, moments in saved.items():
             parameter = parameters[name]
-            # A parameter that has had no gradient yet has no moments.
+            # Muon has made its own; AdamW makes them in its first step.
             own = optimizer.state.get(parameter) or {
                 "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -358,13 +383,22 @@ def load_moments(
             }:
                 raise ValueError(name)
             for key, tensor in own.items():
+                if not moments[key].is_floating_point():
+                    raise ValueError(name)
                 tensor.copy_(cut(moments[key], tensor))
             optimizer.state[parameter] = own
+        # Every parameter has a gradient, and so moments, from the first step on.
+        missing = [name for name in parameters if name not in saved]
     except (LookupError, ValueError, TypeError, AttributeError):  # a foreign file may hold anything
         raise CheckpointError(
             f"{path}: the state of its optimizer is damaged, or of another model: "
             f"use another checkpoint, or another out_dir and --init_from={path}"
         ) from None
+    if missing:
+        raise CheckpointError(
+            f"{path}: the state of its optimizer lacks {missing[0]}: use another checkpoint, or "
+            f"another out_dir and --init_from={path}"
+        )
 
 
 def moments_by_name(

@@ -22,7 +22,7 @@ from torch import Tensor
 from common.errors import DataError
 from common.fingerprint import fingerprint
 from configurator import key
-from data.shards import find_shards, open_shard
+from data.shards import Shards, find_shards
 
 # Tokens. Splits up to this size are checked whole at the start, which takes about 0.1 s.
 SCAN_LIMIT = 1 << 28
@@ -55,20 +55,20 @@ class Blocks:
 
     def __init__(self, data_dir: str, split: str, block_size: int, vocab_size: int):
         self.paths = find_shards(data_dir, split)
-        self.shards = [open_shard(path) for path in self.paths]
+        self.shards = Shards(self.paths)
         self.block_size = block_size
         self.vocab_size = vocab_size
         # - 1, because the last target of a block is the first token of the next one.
-        counts = [(len(shard) - 1) // block_size for shard in self.shards]
+        counts = [(length - 1) // block_size for length in self.shards.lengths]
         # Block i lies in the first shard whose end is beyond i.
         self.ends = np.cumsum(counts)
         if not self.ends[-1]:
-            longest = max(len(shard) for shard in self.shards)
+            longest = max(self.shards.lengths)
             raise DataError(
                 f"block_size={block_size} needs {block_size + 1} tokens, the longest {split} shard "
                 f"in {data_dir} has {longest}: choose a smaller block_size"
             )
-        if sum(len(shard) for shard in self.shards) <= SCAN_LIMIT:
+        if sum(self.shards.lengths) <= SCAN_LIMIT:
             for path, shard in zip(self.paths, self.shards, strict=True):
                 self._check(shard, path)
 

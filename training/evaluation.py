@@ -248,11 +248,11 @@ def split_loss(
     """
     length = blocks.block_size
     rows = max(1, min(batch_size, LOGITS_BYTES // (4 * length * model.n_vocab)))
-    windows = []  # (tokens of the shard, place of the first, place of the shard in the split)
+    windows = []  # (number of the shard, place of the first token, place of the shard in the split)
     begins = [np.zeros(0, int)]  # places in the split where documents begin
     offset = 0
-    for shard in blocks.shards:
-        windows += [(shard, start, offset) for start in range(0, len(shard) - 1, length)]
+    for number, shard in enumerate(blocks.shards):
+        windows += [(number, start, offset) for start in range(0, len(shard) - 1, length)]
         begins.append(offset + np.flatnonzero(shard == end_of_text))
         offset += len(shard)
     begun = torch.from_numpy(np.concatenate(begins))
@@ -263,7 +263,8 @@ def split_loss(
             batch = windows[first : first + rows]
             ids = torch.full((len(batch), length + 1), -1)
             places = torch.zeros(len(batch), length, dtype=torch.long)  # of targets in the split
-            for row, (shard, start, offset) in enumerate(batch):
+            for row, (number, start, offset) in enumerate(batch):
+                shard = blocks.shards[number]
                 tokens = torch.from_numpy(shard[start : start + length + 1].astype(np.int64))
                 ids[row, : len(tokens)] = tokens
                 places[row] = offset + start + 1 + torch.arange(length)

@@ -14,7 +14,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from common.errors import UserError, cannot_write
-from common.output import check_replaceable, parse_json, write_bytes_atomically
+from common.output import check_replaceable, parse_json, read_json, write_bytes_atomically
 from training.tracker import start_tracker
 
 
@@ -54,7 +54,8 @@ class RunLog:
         if not self.active:
             return
         # First: if it fails, the log is untouched.
-        self.tracker = start_tracker(config, resume_step)
+        is_another = self._is_another(resume_step, changed)
+        self.tracker = start_tracker(config, resume_step, is_another)
         try:
             is_new = self._make_room(resume_step)
             self.file = open(self.path, "a", encoding="utf-8")
@@ -70,6 +71,19 @@ class RunLog:
             if self.last_step < logged_until:
                 more["gap"] = [self.last_step + 1, logged_until]
             self.event("resume", step=resume_step, **more)
+
+    def _is_another(self, resume_step: int | None, changed: list[str]) -> bool:
+        """Is this another run than the log's, if there is one, to whoever keeps what it was told?
+
+        So is one that does steps again, from an earlier checkpoint, and not as they were done.
+        """
+        if resume_step is None or not self.path.exists():
+            return True
+        if not changed:
+            return False
+        records = [record for record in read_json(self.path) if isinstance(record, dict)]
+        steps = [record["step"] for record in records if isinstance(record.get("step"), int)]
+        return max(steps, default=0) > resume_step
 
     def _make_room(self, resume_step: int | None) -> bool:
         """Treat the log that is already there. Returns whether a new one begins."""

@@ -6,7 +6,7 @@ experiment, and are refused. Every other change is noted in the log, and report.
 out.
 
 train.py leaves config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt there; distill.py
-log.jsonl, distill_last.pt, and at its end a model.
+log.jsonl, distill_last.pt, and at its end a model. A tracker adds tracker_id or tensorboard/.
 """
 
 import json

@@ -1,16 +1,24 @@
 """Experiment trackers beside log.jsonl: Weights & Biases, Trackio, TensorBoard.
 
 Each is a package of its own, imported only where it is asked for.
+
+A run has an id of its own, which its folder keeps: two folders of one name, on two machines or one
+after the other, are two runs.
 """
 
 import contextlib
 import importlib.util
+import re
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.inputs import read_regular
+from common.output import write_bytes_atomically
 
+ID = "tracker_id"  # the file in the run folder
 TRACKERS = ("off", "wandb", "trackio", "tensorboard")  # each needs the package of its name
 
 
@@ -30,8 +38,9 @@ class _TensorBoard:
     def __init__(self, folder: Path, resume_step: int | None):
         from torch.utils.tensorboard import SummaryWriter
 
-        # What was written after the checkpoint is hidden: those steps are done again.
-        purge_step = None if resume_step is None else resume_step + 1
+        # What was written after the checkpoint is hidden: those steps are done again. From 0 on,
+        # what an earlier run has left here is hidden.
+        purge_step = 0 if resume_step is None else resume_step + 1
         self.writer = SummaryWriter(folder, purge_step=purge_step)
 
     def log(self, values: dict[str, Any], step: int) -> None:
@@ -46,16 +55,17 @@ class _TensorBoard:
 class _Trackio:
     """A run of Trackio, whose messages go to stderr: a program's output may end with JSON."""
 
-    def __init__(self, config: dict[str, Any], name: str, resume_step: int | None):
+    def __init__(self, config: dict[str, Any], run_id: str):
         import trackio
 
+        name = Path(config["out_dir"]).as_posix().replace("/", "-")
         self.trackio = trackio
         with contextlib.redirect_stdout(sys.stderr):
             self.run = trackio.init(
                 project=config["tracker_project"],
-                name=name.lstrip("-"),  # `trackio get --run` takes it
+                name=f"{name.lstrip('-')}-{run_id}",  # `trackio get --run` takes it
                 config=config,
-                resume="never" if resume_step is None else "allow",
+                resume="allow",
                 embed=False,
                 # Its threads would take time from a run whose speed is measured.
                 auto_log_gpu=False,
@@ -71,12 +81,14 @@ class _Trackio:
             self.trackio.finish()
 
 
-def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
+def start_tracker(config: dict[str, Any], resume_step: int | None, is_another: bool) -> Any:
     """Start the run's tracker: something with `log(values, step)` and `finish()`, or None.
 
     Args:
         config: every key of the run.
         resume_step: step of the checkpoint that the run goes on from; None: a new run.
+        is_another: for Weights & Biases and Trackio this is another run than the folder had before,
+            if any. Neither takes back what it was told of a step.
 
     Raises:
         UserError: it cannot start.
@@ -85,14 +97,15 @@ def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
     if tracker == "off":
         return None
     out_dir = Path(config["out_dir"])
-    # A resumed run has the same name, so it goes on with the same curves.
-    name = out_dir.as_posix().replace("/", "-")
     try:
         if tracker == "tensorboard":
             return _TensorBoard(out_dir / "tensorboard", resume_step)
-        if tracker == "trackio":
-            return _Trackio(config, name, resume_step)
-        return _start_wandb(config, name)
+        # A resumed run has the same id, so it goes on with the same curves.
+        run_id = None if is_another else kept_id(out_dir)
+        run_id = run_id or uuid.uuid4().hex[:12]
+        started = (_Trackio if tracker == "trackio" else _start_wandb)(config, run_id)
+        write_bytes_atomically(out_dir / ID, f"{run_id}\n".encode())
+        return started
     except Exception as error:  # whatever its network, its database and the disk raise
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
@@ -101,7 +114,16 @@ def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
         ) from None
 
 
-def _start_wandb(config: dict[str, Any], name: str) -> Any:
+def kept_id(out_dir: Path) -> str | None:
+    """Return the id that a run folder keeps; None where it keeps none."""
+    path = out_dir / ID
+    if not path.exists():
+        return None
+    found = re.fullmatch(r"([0-9a-f]{12})\n", read_regular(path, 1 << 10).decode("latin-1"))
+    return found and found[1]
+
+
+def _start_wandb(config: dict[str, Any], run_id: str) -> Any:
     import wandb
 
     return wandb.init(
@@ -110,5 +132,5 @@ def _start_wandb(config: dict[str, Any], name: str) -> Any:
         config=config,
         dir=config["out_dir"],
         resume="allow",
-        id=name,
+        id=run_id,
     )

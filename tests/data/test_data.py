@@ -3,6 +3,8 @@
 python -m pytest tests/data/test_data.py
 """
 
+import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -18,6 +20,7 @@ import torch
 from helpers import offline_data
 
 from common.errors import DataError
+from common.fingerprint import fingerprint
 from data.shakespeare_char import prepare as shakespeare
 from data.shards import (
     HEADER_BYTES,
@@ -101,6 +104,9 @@ def test_headerless_nanogpt_shards(tmp_path):
     assert open_shard(tmp_path / "train.bin").tolist() == tokens.tolist()
     assert len(Blocks(str(tmp_path), "val", 3, 100)) == 3
     assert read_meta(tmp_path) == {}
+    for few in ([5], [5, 0], [5, 0, 7, 0]):  # too few to be taken for int32
+        np.array(few, "<u2").tofile(tmp_path / "val.bin")
+        assert open_shard(tmp_path / "val.bin").tolist() == few
     for content in (
         b"\1\0\2",
         b"",
@@ -214,6 +220,31 @@ def test_token_beyond_the_vocabulary(tmp_path, monkeypatch):
     blocks.batch([0, 1])
     with pytest.raises(DataError, match=r"x_train_000001\.bin: token id 18"):
         list(islice(TrainLoader(blocks, 2, 1, seed=0).batches(1, 0, 1, pin=False), 4))
+
+
+@pytest.fixture
+def few_descriptors():
+    """This process may open some 150 more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now + 150, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_shards_than_descriptors(tmp_path, few_descriptors):
+    paths = [tmp_path / f"x_train_{number:06d}.bin" for number in range(300)]
+    for number, path in enumerate(paths):
+        path.write_bytes(header(count=5) + np.arange(number, number + 5, dtype="<u2").tobytes())
+    blocks = Blocks(str(tmp_path), "train", 4, 400)
+    name = blocks.fingerprint()
+    for order in (range(300), reversed(range(300))):
+        assert all(blocks[number].tolist() == list(range(number, number + 5)) for number in order)
+    assert name == fingerprint(paths[0].name, [np.fromfile(path, "<u2")[512:] for path in paths])
+    # Another file under the name of one that was closed: the run would go on with other data.
+    write_shard(paths[299], np.arange(5))
+    with pytest.raises(DataError, match=r"x_train_000299\.bin has changed"):
+        blocks[299]
 
 
 @pytest.fixture

@@ -7,7 +7,10 @@ A damaged file ends in one line that names the entry.
 
 import copy
 import math
+import os
 import re
+import shutil
+import signal
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,6 +39,15 @@ from training.optim import make_optimizer
 
 WEIGHT = "blocks.0.attn.qkv.weight"
 MISSING = object()
+# Forms of a weight whose numbers are not, or not all, in the tensor itself
+STRANGE = (
+    lambda old: old.to(torch.float8_e4m3fn),
+    lambda old: old.to(torch.float8_e5m2),
+    lambda old: torch.quantize_per_tensor(old, 0.1, 0, torch.qint8),
+    lambda old: torch.nested.nested_tensor([old, old]),
+    lambda old: old.to("meta"),
+    lambda old: old.to_sparse(),
+)
 WORDS = (*TINY, "--max_iters=2", "--norm_type=coupled", "--coupled_span=2", "--bias=True")
 
 
@@ -178,13 +190,21 @@ def test_what_this_program_does_not_read_is_refused(change, word, state, tmp_pat
         find_checkpoint(tmp_path, "auto")
 
 
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|quantized tensor|TypedStorage)")
 @pytest.mark.parametrize(
     ("place", "value", "part"),
     [
         (("config",), [1], "`config` is damaged"),
         (("step",), -3, "`step` is damaged"),
+        (("config", "norm_type"), ["rms"], "`config` is damaged"),
+        (("config", "arm"), torch.ones(2), "`config` is damaged"),
         (("model",), [1], "`model` is damaged"),
         (("model", WEIGHT), "x", "`model` is damaged"),
+        *(
+            (place, form, f"`{place[0]}` is damaged")
+            for place in (("model", WEIGHT), ("optimizer", WEIGHT, "exp_avg"))
+            for form in STRANGE
+        ),
         (("optimizer",), [], "`optimizer` is damaged"),
         (("best_val_loss",), math.nan, "`best_val_loss` is damaged"),
         (("model", WEIGHT), lambda weight: weight * math.nan, f"{WEIGHT} is not finite"),
@@ -235,10 +255,13 @@ def test_config_and_weights_that_do_not_fit(state, tmp_path, place, value, part)
 @pytest.mark.parametrize(
     ("place", "value", "part"),
     [
+        (("optimizer",), {}, "the state of its optimizer lacks wte.weight"),
+        (("optimizer", WEIGHT), MISSING, f"the state of its optimizer lacks {WEIGHT}"),
         (("optimizer", WEIGHT), [1], "the state of its optimizer"),
         (("optimizer", "foreign"), {}, "the state of its optimizer"),
         (("optimizer", WEIGHT, "exp_avg"), torch.ones(1), "the state of its optimizer"),
         (("optimizer", WEIGHT, "exp_avg"), MISSING, "the state of its optimizer"),
+        (("optimizer", WEIGHT, "exp_avg"), lambda old: old.int(), "the state of its optimizer"),
         (("format",), 1, "the state of its optimizer"),
         (("scaler",), MISSING, "holds weights only"),
     ],
@@ -252,6 +275,46 @@ def test_nothing_is_lost_in_a_resume(state, tmp_path, tiny_data, place, value, p
     with pytest.raises(CheckpointError, match=part):
         train.main([*WORDS, "--max_iters=4", f"--data_dir={tiny_data}", f"--out_dir={run}"])
     assert contents(run) == before
+
+
+@pytest.fixture
+def soon():
+    """What waits for ever ends."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        (LAST, "--resume=auto"),
+        ("config.json", f"--init_from={BEST}"),
+        ("config.json", "--init_from=resume"),  # nanoGPT's word
+        ("log.jsonl", "--resume=auto"),
+        ("lock", "--resume=auto"),
+        ("lock.owner", "--resume=auto"),
+        ("../data/tiny_train_000000.bin", "--resume=auto"),
+    ],
+)
+def test_a_pipe_ends_in_one_line(state, tiny_data, tmp_path, soon, name, word):
+    """To open it waits for its writer."""
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copytree(tiny_data, tmp_path / "data")
+    save_checkpoint(run / LAST, state)
+    path = run / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    words = [*WORDS, f"--data_dir={tmp_path / 'data'}", f"--out_dir={run}", word]
+    with pytest.raises(UserError, match=f"{path.name}: this is a device, a pipe or a socket"):
+        train.main(words)
 
 
 @pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 1), ("fsdp", 2)])

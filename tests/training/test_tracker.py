@@ -3,6 +3,7 @@
 python -m pytest tests/training/test_tracker.py
 """
 
+import shutil
 import sys
 from unittest import mock
 
@@ -11,6 +12,8 @@ from helpers import TINY, events, steps_of
 
 from common.errors import UserError
 from train import main
+from training.checkpoint import LAST
+from training.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("handlers_stay")
 
@@ -43,6 +46,38 @@ def test_a_tracker_is_told_what_the_log_says(package, train, tmp_path, monkeypat
     assert begun[1]["resume"] == "allow" and begun[1][key] == begun[0][key]
 
 
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_what_is_another_run_to_a_tracker(package, train, tmp_path, monkeypatch):
+    """Neither takes back what it was told of a step: told again under the same id, it is lost."""
+    out = tmp_path / "out"
+
+    def id_of(*words: str) -> str:
+        fake = mock.MagicMock()
+        monkeypatch.setitem(sys.modules, package, fake)
+        train(f"--tracker={package}", "--checkpoint_interval=2", *words)
+        return fake.init.call_args.kwargs["id" if package == "wandb" else "name"]
+
+    def keep(self: Loop, name: str, save=Loop.save) -> None:
+        save(self, name)
+        shutil.copy(self.folder.path / name, tmp_path / f"step{self.step}.pt")
+
+    monkeypatch.setattr(Loop, "save", keep)
+    ids = [id_of("--max_iters=4")]
+    ids.append(id_of("--max_iters=6"))  # the same run, with more steps
+    shutil.copy(tmp_path / "step2.pt", out / LAST)
+    ids.append(id_of("--max_iters=4"))  # from an earlier step, done as before
+    assert set(ids) == {ids[0]}
+    shutil.copy(tmp_path / "step2.pt", out / LAST)
+    ids.append(id_of("--max_iters=4", "--learning_rate=1e-3"))  # and not as before
+    ids.append(id_of("--max_iters=6", "--learning_rate=1e-3"))  # the same as that one
+    assert ids[4] == ids[3]
+    out.rename(tmp_path / "moved")
+    ids.append(id_of("--max_iters=2"))  # a new run in a folder of the same name
+    (out / "log.jsonl").unlink()
+    ids.append(id_of("--max_iters=4", f"--resume={tmp_path / 'step2.pt'}"))  # a run that branches
+    assert len(set(ids[2:])) == 4
+
+
 def test_a_tracker_that_cannot_start_leaves_the_log_alone(train, tmp_path, monkeypatch):
     """Also where Weights & Biases has left a folder of its name behind."""
     train("--max_iters=2")
@@ -69,3 +104,16 @@ def test_tensorboard_itself(train, tmp_path):
         for record in steps_of(tmp_path / "out")
     ]
     assert found.Scalars("val_loss")
+
+
+def test_tensorboard_hides_the_run_before(train, tmp_path):
+    """It left no checkpoint, and the run that begins in its folder is another one."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train("--max_iters=5", "--tracker=tensorboard")
+    for path in (tmp_path / "out").glob("*.pt"):
+        path.unlink()
+    train("--max_iters=2", "--tracker=tensorboard")
+    found = EventAccumulator(str(tmp_path / "out/tensorboard")).Reload()
+    assert [event.step for event in found.Scalars("loss")] == [1, 2]

@@ -1,0 +1,96 @@
+"""Tell whether a model computes what another one does, whose weights it has taken (load.init_from).
+
+All but the norms is the same by then, so their formulas, gains and biases decide.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from model import GPT
+from norms import GatedNorm, LayerNorm, Norm, RMSNorm, SeeDNorm, SharedRMSNorm
+from taper import TaperNorm
+
+Pair = tuple[Norm | None, Norm | None]
+
+
+def is_same_function(source: GPT, model: GPT) -> bool:
+    """Do the norms of two models compute the same, up to rounding? The rest is the same."""
+    weights = [[_residual_weight(place) for place in gpt.places()] for gpt in (source, model)]
+    are_centered = [gpt.plan.type.embed is not None for gpt in (source, model)]
+    on_the_stream = all(_are_alike(pair, *are_centered) for pair in _stream_norms(source, model))
+    elsewhere = all(_are_alike(pair) for pair in _other_norms(source, model))
+    return weights[0] == weights[1] and on_the_stream and elsewhere
+
+
+def _residual_weight(place: torch.nn.Module) -> float | None:
+    """Return the weight of the stream where its normalised sum replaces it; None elsewhere."""
+    return place.residual_weight if place.replaces else None
+
+
+def _stream_norms(source: GPT, model: GPT) -> Iterator[Pair]:
+    """Yield the norms of the residual stream, in pairs."""
+    for old, new in zip(source.places(), model.places(), strict=True):
+        yield old.norm, new.norm
+        yield old.reader, new.reader
+
+
+def _other_norms(source: GPT, model: GPT) -> Iterator[Pair]:
+    """Yield the norms of sublayers' outputs, of the embeddings and within attention, in pairs."""
+    for old, new in zip(source.places(), model.places(), strict=True):
+        yield old.output, new.output
+    yield source.norm_e and source.norm_e.norm, model.norm_e and model.norm_e.norm
+    for old, new in zip(source.blocks, model.blocks, strict=True):
+        for name in ("q_norm", "k_norm", "v_norm"):
+            yield getattr(old.attn, name), getattr(new.attn, name)
+
+
+def _are_alike(pair: Pair, *are_centered: bool) -> bool:
+    """Do two norms compute the same?
+
+    Args:
+        pair: the norms.
+        are_centered: for each, is what it reads centred (cbwc)? By default it is not.
+    """
+    if None in pair:
+        return pair == (None, None)
+    old, new = (_at_the_start(norm) for norm in pair)
+    if _formula(old, *are_centered[:1]) != _formula(new, *are_centered[1:]):
+        return False
+    return all(
+        torch.allclose(a, b, rtol=1e-5, atol=0) for a, b in zip(_map(old), _map(new), strict=True)
+    )
+
+
+def _at_the_start(norm: Norm) -> Norm:
+    """Return the base of a norm whose taper has not begun, else the norm itself."""
+    is_warm = isinstance(norm, TaperNorm) and norm.phase == "warm"
+    return norm.base if is_warm else norm
+
+
+def _formula(norm: Norm, is_centered: bool = False) -> tuple[type | int | float, ...]:
+    """Return what tells a norm's formula from others, but for gain and bias.
+
+    Two norms of one formula have the same tensors: the model has taken them from the source.
+    """
+    # These begin as RMSNorm.
+    is_open = isinstance(norm, GatedNorm) and not norm.gate_up.weight.any() and norm.factor == 2
+    is_even = isinstance(norm, SeeDNorm) and not norm.beta.any()
+    if is_open or is_even:
+        return (RMSNorm, 1, norm.channels)
+    if isinstance(norm, GatedNorm):
+        return (GatedNorm, norm.factor)
+    if isinstance(norm, RMSNorm):
+        # On a centred stream it is LayerNorm.
+        is_layer = is_centered and norm.is_whole
+        return (LayerNorm,) if is_layer else (RMSNorm, norm.groups, norm.counted)
+    return (type(norm),)
+
+
+def _map(norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gain and bias (C,) of a norm in float64."""
+    gain = norm.core.exact_gain.expand(norm.channels)
+    if isinstance(norm, SharedRMSNorm):
+        gain = gain / norm.alpha
+    bias = norm.core.bias
+    return gain, torch.zeros_like(gain) if bias is None else bias.detach().double()
