@@ -51,5 +51,5 @@ def draw_card(
     bars.barh(range(len(worth)), worth.values(), color="0.5")
     bars.set_yticks(range(len(worth)), worth)
     bars.invert_yaxis()
-    bars.set_xlabel("worth to rms in the wide shape, nats")
+    bars.set_xlabel("loss gained by it, nats (rms, wide)")
     save(figure, target)

@@ -160,6 +160,6 @@ def worth() -> dict[str, float]:
     return {
         "initialisation": by_std[0.02] - by_std[0.08],
         "Muon for AdamW": muon_for_adamw().mean(),
-        "an octave of rate": (half + double) / 2 - here,
+        "halving or doubling the rate": (half + double) / 2 - here,
         "the best norm (peri)": -paired("which_norm/verdict-W", "peri", JUDGED).mean(),
     }
