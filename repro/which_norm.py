@@ -78,7 +78,10 @@ NAMES = tuple(dict.fromkeys(condition.name for condition in CONDITIONS))
 def read(archive: str) -> list[Run]:
     """Return the runs of an archive below results/cpu; none if it is not there yet."""
     path = RESULTS / f"{archive}.tar.xz"
-    return find_runs([path]) if path.exists() else []
+    runs = find_runs([path]) if path.exists() else []
+    for run in runs:
+        run.check()
+    return runs
 
 
 def read_alike(archive: str, *may_differ: str) -> list[Run]:
