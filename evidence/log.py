@@ -64,12 +64,7 @@ NUMBERS = list_of(NUMBER)
 
 # Kind of event -> what each one has
 NEEDED: dict[str, dict[str, Check]] = {
-    "start": {
-        "config": is_object,
-        "device": is_text,
-        "versions": is_versions,
-        "git": or_null(is_text),
-    },
+    "start": {"config": is_object},
     "step": {"step": is_count, "loss": NUMBER, "tok_per_s": or_null(is_speed)},
     "eval": {"step": is_count, "val_loss": NUMBER},
     "rms": {"step": is_count, "rms": NUMBERS},
@@ -78,6 +73,11 @@ NEEDED: dict[str, dict[str, Check]] = {
 # Kind of event -> what some have: older logs, or runs with certain keys, do not
 OPTIONAL: dict[str, dict[str, Check]] = {
     "start": {
+        "device": is_text,
+        "versions": is_versions,
+        "git": or_null(is_text),
+        "n_params": is_count,
+        "tokens_per_step": is_size,
         "data": or_null(is_text),
         "norm_keys": is_object,
         "other_norm_keys": list_of(is_text),
@@ -99,8 +99,9 @@ OPTIONAL: dict[str, dict[str, Check]] = {
     },
 }
 STEP = ("event", *NEEDED["step"])  # what is kept of a step
-# Of a run of train.py alone; distill.py's has a teacher.
-TRAINING: dict[str, Check] = {"n_params": is_count, "tokens_per_step": is_size}
+# What the start event of a run of train.py has, and its config, for a report
+OF_START = ("device", "versions", "git", "n_params", "tokens_per_step")
+OF_CONFIG = ("norm_type", "seed", "max_iters", "learning_rate", "min_lr", "warmup_iters")
 CONFIG: dict[str, Check] = {
     "norm_type": is_text,
     "seed": is_count,
@@ -108,8 +109,6 @@ CONFIG: dict[str, Check] = {
     "learning_rate": is_number,
     "min_lr": is_number,
     "warmup_iters": is_number,
-}
-CONFIG_OPTIONAL: dict[str, Check] = {
     "arm": is_text,
     "study": is_text,
     "data_dir": is_text,
@@ -183,9 +182,14 @@ def problem_of(event: Any) -> str:
     kind = event["event"]
     if wrong := first_wrong(event, NEEDED.get(kind, {}), OPTIONAL.get(kind, {})):
         return wrong
-    if kind != "start" or "teacher" in event["config"]:
-        return ""
-    return first_wrong(event, TRAINING, {}) or first_wrong(event["config"], CONFIG, CONFIG_OPTIONAL)
+    return first_wrong(event["config"], {}, CONFIG) if kind == "start" else ""
+
+
+def lacking(start: dict[str, Any]) -> str:
+    """Name the first thing that a start event lacks for a report; "" if it has all."""
+    missing = [name for name in OF_START if name not in start]
+    missing += [name for name in OF_CONFIG if name not in start["config"]]
+    return missing[0] if missing else ""
 
 
 def first_wrong(record: dict[str, Any], needed: dict[str, Check], some: dict[str, Check]) -> str:

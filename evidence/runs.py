@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.fingerprint import data_difference
 from common.old_keys import RETIRED, as_today, chosen_then
 from evidence.archive import SUFFIX, Content, by_run, files_of, read
-from evidence.log import parse_items, parse_log
+from evidence.log import damaged, lacking, parse_items, parse_log
 from evidence.names import told_apart
 
 # Norm keys and their defaults, for older logs that do not record them: those of every norm type
@@ -137,6 +137,8 @@ class Run:
                 f"{self.name}: a run of distill.py, and only runs of train.py are compared: name "
                 "those (docs/posthoc.md says how a student is judged)"
             )
+        if name := lacking(self.start):
+            raise damaged(self.name, f"line 1 of its log (without {name})")
 
     @property
     def seed(self) -> int:

@@ -791,6 +791,8 @@ def test_what_a_log_says_is_text_in_the_page(tmp_path):
 
 DAMAGED = {
     "seed": ('"seed": 8', '"seed": "\\"><img src=x>3"'),
+    "without git": ('"git": ', '"commit": '),
+    "without seed": ('"seed": 8', '"seeds": 8'),
     "max_iters": ('"max_iters": 100', '"max_iters": null'),
     "norm_type": ('"norm_type": "rms"', '"norm_type": ["rms"]'),
     "device": ('"device": "a GPU"', '"device": 1'),
