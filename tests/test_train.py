@@ -34,6 +34,7 @@ from warm_python import warm_python
 import common.fingerprint
 import train
 from common import environment
+from common.code_digest import code_digest
 from common.fingerprint import data_difference
 from evidence.runs import Run
 from taper import TaperSchedule
@@ -442,12 +443,15 @@ def test_another_place_is_told_on_resume(launch, train_ok, tmp_path):
     job = launch(*words, "--max_iters=9", ranks=2, patch=("die_after", {"step": 6}))
     assert set(job.wait()) == {9} and "changed since then: max_iters 4 -> 9, " in job.text()
     train_ok(*words, "--max_iters=7")
-    other = ("other_place", {"git": "another", "versions": {"python": "3", "torch": "9.9"}})
+    there = {"git": "another", "code": "edited", "versions": {"python": "3", "torch": "9.9"}}
+    other = ("other_place", there)
     train_ok(*words, "--max_iters=8", ranks=2, patch=other)
     first, second = (event["changed"] for event in events(run, "resume"))
     assert first == ["max_iters 4 -> 7"]
-    told = [line for line in second if line.startswith(("git ", "torch ", "world_size 1 -> 2"))]
-    assert len(told) == 3 and "torch" in told[2] and told[2].endswith("-> 9.9")
+    names = ("git ", "code ", "world_size 1 -> 2", "torch ")
+    told = [line for line in second if line.startswith(names)]
+    assert [line.partition(" ")[0] for line in told] == [name.split()[0] for name in names]
+    assert told[1] == f"code {code_digest()} -> edited" and told[3].endswith("-> 9.9")
     assert "world_size 1 -> 2" in Run(run).problem()
 
 

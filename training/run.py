@@ -1,9 +1,9 @@
 """The folder of a run while this process works in it: lock, checkpoints, log, what has changed.
 
 Log and checkpoints keep where the run trains: its data, the number of ranks, the device, the
-versions, the commit. A run that is resumed compares this provenance. Other data would be another
-experiment, and are refused. Every other change is noted in the log, and report.py leaves the run
-out.
+versions, the commit, a digest of the code. A run that is resumed compares this provenance. Other
+data would be another experiment, and are refused. Every other change is noted in the log, and
+report.py leaves the run out.
 
 train.py leaves config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt there; distill.py
 log.jsonl, distill_last.pt, and at its end a model. A tracker adds tracker_id or tensorboard/.
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from common.code_digest import code_digest
 from common.distributed import Ranks, StopSignal
 from common.environment import DTYPES, environment, is_same_code
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write
@@ -30,7 +31,7 @@ from training.optim import AdamKeys
 from training.tracker import TRACKERS
 
 # Entries that are compared; versions are compared too, one by one. An older one may lack some.
-COMPARED = ("git", "world_size", "device", "processor", "float32_products")
+COMPARED = ("git", "code", "world_size", "device", "processor", "float32_products")
 # Keys that a finished run may be asked for again with: they change nothing that it has measured.
 FREE_AT_THE_END = {
     "out_dir",
@@ -230,6 +231,7 @@ class RunFolder:
         self.provenance = {
             "data": data,
             "world_size": ranks.world_size,
+            "code": code_digest(),
             **environment(ranks.device),
         }
         found = self.found
@@ -329,13 +331,20 @@ def changed_keys(then: dict[str, Any], now: dict[str, Any], saved: dict[str, Any
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """List what has changed between two provenances, as "torch 2.11.0 -> 2.13.0".
 
-    Left out: what the older one does not tell, and commits between which training did not change.
+    Left out: what the older one does not tell, and commits between which the code of training did
+    not change.
     """
     both = [name for name in COMPARED if then.get(name) is not None and name in now]
     names = [name for name in both if then[name] != now[name]]
-    # Another commit is a change only if the code that trains has changed between the two.
-    if "git" in names and is_same_code(then["git"], now["git"]):
-        names.remove("git")
+    # Another commit is a change only if the code that trains has changed between the two. Digests
+    # tell; an older log has none, and git does.
+    if "git" in names:
+        if "code" in both:
+            is_same = then["code"] == now["code"]
+        else:
+            is_same = is_same_code(then["git"], now["git"])
+        if is_same:
+            names.remove("git")
     found = [f"{name} {then[name]} -> {now[name]}" for name in names]
     old = then.get("versions", {})
     new = now.get("versions", {})
