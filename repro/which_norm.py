@@ -83,16 +83,11 @@ NAMES = tuple(dict.fromkeys(condition.name for condition in CONDITIONS))
 @functools.cache
 def read(archive: str) -> list[Run]:
     """Return the runs of an archive below results/cpu; none if it is not there yet."""
-<<<<<<< HEAD
     paths = (RESULTS / f"{archive}.tar.xz", RESULTS / archive)
-    return next((find_runs([path]) for path in paths if path.exists()), [])
-=======
-    path = RESULTS / f"{archive}.tar.xz"
-    runs = find_runs([path]) if path.exists() else []
+    runs = next((find_runs([path]) for path in paths if path.exists()), [])
     for run in runs:
         run.check()
     return runs
->>>>>>> h-evidence
 
 
 def read_alike(archive: str, *may_differ: str) -> list[Run]:
