@@ -15,6 +15,7 @@ MODULES = (
     "taper.py",
     "norm_types.py",
     "norm_plan.py",
+    "norm_files.py",
     "model.py",
     "training",
     "hf",

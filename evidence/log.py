@@ -76,6 +76,7 @@ OPTIONAL: dict[str, dict[str, Check]] = {
         "device": is_text,
         "versions": is_versions,
         "git": or_null(is_text),
+        "code": is_text,
         "n_params": is_count,
         "tokens_per_step": is_size,
         "data": or_null(is_text),

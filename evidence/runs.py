@@ -399,6 +399,11 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
         seeds = arms.setdefault(arm, {})
         first = next(iter(seeds.values()), run)
         check_same_norms(first, run)
+        if difference := difference_in_code(run, first):
+            raise UserError(
+                f"{run.name} and {first.name}: both are {arm}, and {difference} trained them: "
+                "report on them apart"
+            )
         other = seeds.setdefault(run.seed, run)
         if other is not run:
             raise UserError(
@@ -487,7 +492,16 @@ def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -
         here, there = ours.get(name), theirs.get(name)
         if here != there:
             return f"{name}={here or repr(here)} against {there or repr(there)}"
-    return difference_in_data(run, baseline)
+    return difference_in_code(run, baseline) or difference_in_data(run, baseline)
+
+
+def difference_in_code(run: Run, other: Run) -> str:
+    """Describe in one phrase that other code trained two runs; "" if it did not.
+
+    Logs without a digest of the code do not tell.
+    """
+    here, there = run.start.get("code"), other.start.get("code")
+    return f"code {here[:12]} against {there[:12]}" if here and there and here != there else ""
 
 
 def item_differences(run: Run, baseline: Run, rule: str) -> np.ndarray:

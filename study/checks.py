@@ -12,6 +12,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+from common.code_digest import code_digest
 from common.errors import ConfigError, UserError
 from common.old_keys import AUTO
 from common.stats import ALPHA, detectable_effect, largest_sd
@@ -161,6 +162,12 @@ def check_settings(
 
     Raises ConfigError that names the first difference.
     """
+    here = code_digest()
+    if run.start.get("code", here) != here:
+        raise ConfigError(
+            f"{run.name}: other code trained it than stands here: go on with that, or choose "
+            f"another {variable}"
+        )
     there = run.config
     settings = as_logged(wanted)
     for key in sorted(compared_keys(settings, there) - but):

@@ -251,6 +251,10 @@ def test_other_settings_are_not_done_already(train_ok, data, tmp_path):
     for place in ({}, {"out": tmp_path / "b", "keep": keep}):
         with pytest.raises(ConfigError, match=r"rms-1.*learning_rate=0\.02"):
             check_with("--learning_rate=0.02", **place)
+    log = tmp_path / "rms-1/log.jsonl"
+    log.write_text(re.sub('"code": "[0-9a-f]+"', '"code": "0123"', log.read_text()))
+    with pytest.raises(ConfigError, match="rms-1: other code trained it"):
+        check_with()
 
 
 @pytest.mark.xdist_group("sweep")
