@@ -422,12 +422,13 @@ def test_each_seed_may_have_a_device_of_its_own(tmp_path):
 
 def test_what_other_code_trained_is_not_compared(tmp_path):
     """In a pair, and in one arm. A log without a digest does not tell."""
-    for norm_type, seed, code in (("rms", 8, "a" * 64), ("rms", 9, ""), ("layer", 8, "b" * 64)):
-        write_run(tmp_path, norm_type, seed, start={"code": code} if code else {})
-    write_run(tmp_path, "layer", 9)
-    assert reported(tmp_path).rows[0].seeds == [9]
-    write_run(tmp_path, "rms", 10, start={"code": "c" * 64})
-    with pytest.raises(UserError, match="both are rms, and code c{12} against a{12} trained them"):
+    for norm_type, code in (("rms", "a" * 64), ("layer", "b" * 64)):
+        write_run(tmp_path, norm_type, 8, start={"code": code})
+        for seed in (9, 10):
+            write_run(tmp_path, norm_type, seed)
+    assert reported(tmp_path).rows[0].seeds == [9, 10]
+    write_run(tmp_path, "rms", 11, start={"code": "c" * 64})
+    with pytest.raises(UserError, match=r"both are rms, and code c{12} against a{12} trained them"):
         reported(tmp_path)
 
 
