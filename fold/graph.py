@@ -125,8 +125,9 @@ class Graph:
                 "numbers: load its weights first"
             )
         try:
-            # A copy, because a forward may keep the exporter's tensors as attributes.
-            model = copy.deepcopy(self.model)
+            # A copy, because a forward may keep the exporter's tensors as attributes. Without
+            # gradients, which FlexAttention does not have on a CPU.
+            model = copy.deepcopy(self.model).requires_grad_(False)
             for path, module in model.named_modules():
                 module.register_forward_hook(partial(self._note_call, path), with_kwargs=True)
             # These warnings are about torch's own code.

@@ -311,12 +311,18 @@ def find_swap(graph: Graph, path: str, norm: Norm) -> Swap | str:
 
 
 def _computes(module: nn.Module, swap: Swap, size: tuple[int, ...]) -> bool:
-    """Tell whether a float64 module does to a centred input what the norm does in its place."""
-    x = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    try:
-        x = centered(x, swap.axis, swap.channels // swap.groups)
-        expected = run(module, (x,))
-        found = run(FoldedNorm(module, swap), (x,))
-    except Exception:  # no such axis, or what the module's forward may raise
-        return False
-    return expected.shape == found.shape and torch.allclose(expected, found, 1e-9, 1e-9)
+    """Tell whether a float64 module does to a centred input what the norm does in its place.
+
+    Also to a small one, and to one with a few large numbers, which a clamp after the norm may cut.
+    """
+    numbers = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for x in (numbers, 1e-3 * numbers, 1e3 * numbers**9):
+        try:
+            x = centered(x, swap.axis, swap.channels // swap.groups)
+            expected = run(module, (x,))
+            found = run(FoldedNorm(module, swap), (x,))
+        except Exception:  # no such axis, or what the module's forward may raise
+            return False
+        if expected.shape != found.shape or not torch.allclose(expected, found, 1e-9, 1e-9):
+            return False
+    return True
