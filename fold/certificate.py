@@ -15,6 +15,7 @@ mistakes, too. So code that casts to float32 casts to float64 while it is checke
 import copy
 import json
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -220,7 +221,7 @@ def changed(
     """
 
     def convert(old: nn.Module) -> nn.Module:
-        new = copy.deepcopy(old)
+        new = duplicate(old)
         change(new)
         return new
 
@@ -244,7 +245,7 @@ def _checks_in_float64(
     """
     checks = []
     outputs = []
-    wide = widened(copy.deepcopy(model))
+    wide = widened(duplicate(model))
     inputs = _double(inputs)
     for kind in kinds:
         if kind == "random":
@@ -277,6 +278,27 @@ def _checks_in_float64(
 
 
 # ------------------------------------------------------------------------------- running in float64
+
+
+def duplicate(model: nn.Module) -> nn.Module:
+    """Copy a model, and let functions that hold its modules by weak references hold the copies.
+
+    copy.deepcopy leaves weak references as they are: a module in fairscale's checkpoint_wrapper,
+    whose forward is such a function, would go on running the original.
+    """
+    memo: dict[int, Any] = {}
+    new = copy.deepcopy(model, memo)
+    known = {
+        id(part): memo[id(part)]
+        for part in (*model.modules(), *model.parameters(), *model.buffers())
+        if id(part) in memo
+    }
+    for module in model.modules():
+        weak = {id(ref): weakref.ref(memo[id(module)]) for ref in weakref.getweakrefs(module)}
+        for name, value in vars(module).items():
+            if weak and isinstance(value, partial):
+                vars(memo[id(module)])[name] = copy.deepcopy(value, known | weak)
+    return new
 
 
 class _Widen(TorchFunctionMode):

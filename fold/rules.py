@@ -342,6 +342,24 @@ def _feeding(trial: Trial, line: Line) -> Iterator[Line]:
                 break
 
 
+def keeps_order(line: Line, inputs: tuple[Line, ...]) -> bool:
+    """Tell whether factors along the lines that feed a line come out as the same factors along it.
+
+    That is not so behind a roll or a flip of channels. Each line is one block, a whole axis.
+    """
+
+    def times(x: Tensor, factors: Tensor, axis: int) -> Tensor:
+        return (x.movedim(axis, -1) * factors).movedim(-1, axis)
+
+    for trial in trials(line.node):
+        factors = trial.draw(trial.result.new_empty(line.block))
+        scaled = {at.node: times(trial.values[at.node], factors, at.axis) for at in inputs}
+        expected = times(trial.result, factors, line.axis)
+        if not trial.is_zero(trial.run(scaled) - expected):
+            return False
+    return True
+
+
 def passes_on(user: Node, line: Line) -> list[Line] | None:
     """Return the lines of an operation to which it passes on a constant that is added to `line`.
 
