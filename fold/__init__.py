@@ -60,16 +60,17 @@ repository also has gpt.py, for its own model.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from torch import nn
 
-from .certificate import Certificate, Check, Inputs, changed
+from .certificate import TOLERANCE, Certificate, Check, Inputs, changed
 from .choice import Analysis, Finding
 from .gains import fold_gains
 from .graph import Graph
-from .modules import FoldedNorm, carry_out, reparametrize
+from .modules import FoldedNorm, Plan, carry_out, reparametrize
 from .siblings import FoldError
 
 __all__ = [
@@ -214,8 +215,9 @@ def fold(
             That costs two more reductions in each call.
 
     Returns:
-        (folded copy, certificate). The certificate names the norms that were left and why. If its
-        check fails (certificate.ok is False), the model itself is returned instead of a copy, and
+        (folded copy, certificate). The certificate names the norms that were left and why: also
+        those without which the check holds, if it fails with all of them. If it holds for none
+        (certificate.ok is False), the model itself is returned instead of a copy, and
         certificate.reason says why.
 
     Raises:
@@ -223,19 +225,7 @@ def fold(
             run in float64.
     """
     _require_report_of(model, report)
-    plan, norms = report.analysis.plan(untie, insert)
-    folded = {norm.name for norm in norms}
-    refusals = {row.name: row.reason for row in report.rows if row.name not in folded}
-
-    new, certificate = changed(
-        model,
-        partial(carry_out, plan),
-        report.inputs,
-        what=f"{report.model}: {len(norms)} of {report.total} LayerNorm calls folded",
-        folded=len(norms),
-        inserted=len(plan.insertions),
-        refusals=refusals,
-    )
+    new, certificate = _exactly(model, report, carry_out, untie, insert)
     for module in new.modules():
         # Of the copy alone: what is rolled back is the user's own model.
         if certificate.ok and isinstance(module, FoldedNorm):
@@ -260,15 +250,67 @@ def parametrize_cbwc(model: nn.Module, report: Report, insert: bool = False) -> 
             another function, checked as `fold` checks its own.
     """
     _require_report_of(model, report)
-    plan, _ = report.analysis.plan(untie=True, insert=insert)
-    convert = partial(reparametrize, plan)
-    new, certificate = changed(model, convert, report.inputs, what="parametrize_cbwc")
+    new, certificate = _exactly(model, report, reparametrize, untie=True, insert=insert)
     if not certificate.ok:
         raise FoldError(
             f"{report.model} with centred weights and RMSNorms is another function "
             f"({certificate.reason}): keep its LayerNorms"
         )
     return new
+
+
+def _exactly(
+    model: nn.Module,
+    report: Report,
+    write: Callable[[Plan, nn.Module], None],
+    untie: bool,
+    insert: bool,
+) -> tuple[nn.Module, Certificate]:
+    """Write a fold into a copy of a model, of as many norms as leave its function unchanged.
+
+    Where the check fails with all norms, halves are tried, and halves of these. So one norm that
+    cannot be folded is found, and the others are folded. A norm that fails in tensors of another
+    rank alone is folded for the example's rank, and refuses others.
+
+    Args:
+        write: carries a plan out on a model, in place.
+
+    Returns:
+        As `fold`.
+    """
+
+    def attempt(only: dict[str, bool] | None, why: str = "") -> tuple[nn.Module, Certificate]:
+        plan, norms = report.analysis.plan(untie, insert, only)
+        folded = {norm.name for norm in norms}
+        refusals = {row.name: row.reason for row in report.rows if row.name not in folded}
+        undone = {norm.name for norm in all_norms} - folded
+        refusals |= dict.fromkeys(undone, f"its fold was undone: {why}")
+        return changed(
+            model,
+            partial(write, plan),
+            report.inputs,
+            what=f"{report.model}: {len(norms)} of {report.total} LayerNorm calls folded",
+            folded=len(norms),
+            inserted=len(plan.insertions),
+            refusals=refusals,
+        )
+
+    def add(paths: list[str], kept: dict[str, bool]) -> dict[str, bool]:
+        for of_one_rank in (False, True):
+            more = kept | dict.fromkeys(paths, of_one_rank)
+            if attempt(more)[1].ok:
+                return more
+        if len(paths) == 1:
+            return kept
+        half = len(paths) // 2
+        return add(paths[half:], add(paths[:half], kept))
+
+    _, all_norms = report.analysis.plan(untie, insert)
+    new, first = attempt(None)
+    if first.max_rel <= TOLERANCE:  # or its own type alone rounds too much: that is no norm's fault
+        return new, first
+    kept = add(list(dict.fromkeys(norm.swap.path for norm in all_norms)), {})
+    return attempt(kept, first.reason) if kept else (new, first)
 
 
 def _require_report_of(model: nn.Module, report: Report) -> None:

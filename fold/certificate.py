@@ -2,7 +2,7 @@
 
 The conversion is done again on float64 copies of the model, with its weights and with weights drawn
 at random. Both sides are run on the given inputs and on fresh ones; where a conversion was found by
-looking at an example (`sizes`), on inputs of other sizes and ranks as well.
+looking at an example (`sizes`), on inputs of other magnitudes, sizes and ranks as well.
 
     after, certificate = certify(model, convert, {"input_ids": ids})
     certificate.ok, certificate.max_rel, certificate.to_json()
@@ -15,6 +15,7 @@ mistakes, too. So code that casts to float32 casts to float64 while it is checke
 import copy
 import json
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -46,6 +47,7 @@ OWN_TOLERANCE = 2e-6
 OWN_ERRORS = 4
 SEED = 5489
 LARGEST = 1 << 22  # numbers of an input with one axis more
+SCALES = (0.01, 100.0)  # what inputs are multiplied by, for a check at other magnitudes
 
 Inputs = tuple | dict[str, Any]  # positional or keyword arguments of the model
 
@@ -56,7 +58,7 @@ class Check:
 
     Attributes:
         weights: "given" or "random".
-        inputs: "given", "fresh" or "resized".
+        inputs: "given", "fresh", "scaled" or "resized".
         dtype: type of the arithmetic.
         max_abs: largest difference of the outputs.
         max_rel: largest difference / largest magnitude, of the worst output tensor.
@@ -122,6 +124,11 @@ class Certificate:
             is_resized = any(check.inputs == "resized" for check in self.checks)
             sizes = ", in other sizes too" if is_resized else ""
             lines.append(f"  for the arguments, branches and mode of the given inputs{sizes}")
+        if self.ok and self.folded:
+            lines.append(
+                "  for what the model returns: values inside it (attributes, hidden states that "
+                "these inputs do not ask for) are those of the changed weights"
+            )
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -150,8 +157,9 @@ def certify(
         inputs: positional (tuple) or keyword (dict) arguments of both models.
         what: a name of the conversion, for the certificate.
         random_weights: False for a conversion that is fitted to the weights it is given.
-        sizes: with random weights, check also on inputs of other sizes and ranks (`other_sizes`),
-            for a conversion that was found by looking at one example.
+        sizes: with random weights, check also on inputs of other magnitudes (`scaled_inputs`), and
+            of other sizes and ranks (`other_sizes`), for a conversion that was found by looking at
+            one example.
 
     Returns:
         (convert(model), its certificate)
@@ -213,7 +221,7 @@ def changed(
     """
 
     def convert(old: nn.Module) -> nn.Module:
-        new = copy.deepcopy(old)
+        new = duplicate(old)
         change(new)
         return new
 
@@ -230,14 +238,14 @@ def _checks_in_float64(
     kinds: Collection[str],
     sizes: bool,
 ) -> tuple[list[Check], Any]:
-    """Check the conversion of float64 copies, of `sizes` the worst.
+    """Check the conversion of float64 copies; of other magnitudes and of other sizes the worst.
 
     Returns:
         The checks, and the model's float64 output for its given weights and the given inputs.
     """
     checks = []
     outputs = []
-    wide = widened(copy.deepcopy(model))
+    wide = widened(duplicate(model))
     inputs = _double(inputs)
     for kind in kinds:
         if kind == "random":
@@ -253,21 +261,44 @@ def _checks_in_float64(
                     "module of its own in a function, which would use that one in a copy"
                 ) from error
             checks.append(_check(kind, source, outputs[-1], run(converted, x)))
-    resized = []
-    for alternatives in other_sizes(inputs) if sizes else ():
-        for x in alternatives:
-            try:
-                expected = run(wide, x)
-                found = run(converted, x)
-            except Exception:  # the model's forward may raise anything
-                continue
-            if all(y.isfinite().all() for y in _floats(expected)):
-                resized.append(_check("random", "resized", expected, found))
-            break
-    return checks + sorted(resized, key=attrgetter("max_rel"))[-1:], outputs[0]
+    others = {"scaled": scaled_inputs(inputs), "resized": other_sizes(inputs)} if sizes else {}
+    for source, lists in others.items():
+        found = []
+        for alternatives in lists:
+            for x in alternatives:
+                try:
+                    pair = (run(wide, x), run(converted, x))
+                except Exception:  # the model's forward may raise anything
+                    continue
+                if all(y.isfinite().all() for y in _floats(pair[0])):
+                    found.append(_check("random", source, *pair))
+                break
+        checks += sorted(found, key=attrgetter("max_rel"))[-1:]
+    return checks, outputs[0]
 
 
 # ------------------------------------------------------------------------------- running in float64
+
+
+def duplicate(model: nn.Module) -> nn.Module:
+    """Copy a model, and let functions that hold its modules by weak references hold the copies.
+
+    copy.deepcopy leaves weak references as they are: a module in fairscale's checkpoint_wrapper,
+    whose forward is such a function, would go on running the original.
+    """
+    memo: dict[int, Any] = {}
+    new = copy.deepcopy(model, memo)
+    known = {
+        id(part): memo[id(part)]
+        for part in (*model.modules(), *model.parameters(), *model.buffers())
+        if id(part) in memo
+    }
+    for module in model.modules():
+        weak = {id(ref): weakref.ref(memo[id(module)]) for ref in weakref.getweakrefs(module)}
+        for name, value in vars(module).items():
+            if weak and isinstance(value, partial):
+                vars(memo[id(module)])[name] = copy.deepcopy(value, known | weak)
+    return new
 
 
 class _Widen(TorchFunctionMode):
@@ -385,15 +416,35 @@ def fresh_inputs(inputs: Inputs) -> Inputs:
     generator = torch.Generator().manual_seed(SEED)
 
     def fresh(x: Tensor) -> Tensor:
-        values = x.unique()
-        if x.dim() == 0 or len(values) <= 2:
+        if _is_mask(x):
             return x
         if x.is_floating_point():
             noise = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
             return x.mean() + x.std() * noise
+        values = x.unique()
         return values[torch.randint(len(values), x.shape, generator=generator).to(x.device)]
 
     return tree_map_only(Tensor, fresh, inputs)
+
+
+def _is_mask(x: Tensor) -> bool:
+    """Tell whether a tensor is a mask or a scalar, whose values mean something."""
+    return x.dim() == 0 or len(x.unique()) <= 2
+
+
+def scaled_inputs(inputs: Inputs) -> Iterator[list[Inputs]]:
+    """Multiply the floats of the inputs by SCALES; masks and scalars stay.
+
+    Yields:
+        Lists of one, as `other_sizes` does; none where there is nothing to multiply.
+    """
+    tensors = [x for x in _floats(inputs) if not _is_mask(x)]
+    for scale in SCALES if tensors else ():
+
+        def scaled(x: Tensor, scale: float = scale) -> Tensor:
+            return x * scale if x.is_floating_point() and not _is_mask(x) else x
+
+        yield [tree_map_only(Tensor, scaled, inputs)]
 
 
 def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:

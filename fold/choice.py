@@ -144,9 +144,11 @@ class Analysis:
         """
         name = str(source)
         if at.node in self.graph.names:
-            users = [user for user in at.node.users if user in norm.nodes()]
+            nodes = norm.nodes()
+            own_names = self.graph.owners(at.node, [x for x in at.node.users if x in nodes])
+            # Another call of the same module reads the copy, too.
+            users = [x for x in at.node.users if self.graph.owners(at.node, [x]) <= own_names]
             other_users = [user for user in at.node.users if user not in users]
-            own_names = self.graph.owners(at.node, users)
             other_names = self.graph.owners(at.node, other_users)
             name = min(own_names)
             if not own_names & other_names and not self.graph.shows(at, users):
@@ -161,6 +163,7 @@ class Analysis:
         insert: bool = False,
         hooks: bool = False,
         at_no_loss: bool = False,
+        only: Collection[str] | None = None,
     ) -> Choice:
         """Choose the norms to fold.
 
@@ -169,11 +172,14 @@ class Analysis:
             insert: centrings may be inserted, where they fold more norms than they are.
             hooks: only centrings and swaps that can be written into the modules.
             at_no_loss: insert centrings also where they fold as many norms as they are.
+            only: paths of the modules that may be folded; None stands for all.
         """
         norms = [
             norm
             for norm in self.norms
-            if not norm.norm.refused and not (hooks and isinstance(norm.swap, str))
+            if not norm.norm.refused
+            and not (hooks and isinstance(norm.swap, str))
+            and (only is None or norm.key in only)
         ]
         # To give up one norm may force others to be given up, so choose until nothing changes.
         while True:
@@ -240,26 +246,35 @@ class Analysis:
         path = self.graph.returned_by(at.node)
         return None if path is None else Insertion(path, axis, at.block, ndim)
 
-    def plan(self, untie: bool = False, insert: bool = False) -> tuple[Plan, list[NormCall]]:
+    def plan(
+        self, untie: bool = False, insert: bool = False, only: dict[str, bool] | None = None
+    ) -> tuple[Plan, list[NormCall]]:
         """Plan what to change in the modules.
 
         Args:
             untie: as in `choose`.
             insert: as in `choose`.
+            only: paths of the modules that may be folded -> whether only for tensors of the
+                example's rank; None stands for all modules and ranks.
 
         Returns:
             The plan, and the norms that it folds.
         """
-        choice = self.choose(untie, insert, hooks=True)
+        choice = self.choose(untie, insert, hooks=True, only=only)
         # Dicts keep the order and drop what is there twice.
         sources: dict[tuple[Source, tuple[str, ...]], None] = {}
         for norm in choice.norms:
             for at in choice.way_back(norm):
                 if at in norm.demand.sources and at not in choice.cut:
                     sources[norm.demand.sources[at], norm.untie.get(at, ())] = None
+        of_one_rank = {path for path, is_bound in (only or {}).items() if is_bound}
+        swaps = dict.fromkeys(norm.swap for norm in choice.norms)
         plan = Plan(
             sources=list(sources),
-            swaps=list(dict.fromkeys(norm.swap for norm in choice.norms)),
+            swaps=[
+                swap.of_one_rank(self.graph.taken[swap.path]) if swap.path in of_one_rank else swap
+                for swap in swaps
+            ],
             insertions=[self.insertion(line) for line in sorted(choice.centrings(), key=str)],
         )
         return plan, choice.norms

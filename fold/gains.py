@@ -30,7 +30,7 @@ from .certificate import Certificate, Inputs, changed
 from .graph import Graph
 from .lines import argument, describe, is_tensor, shape
 from .modules import merged, tensor_of, untie
-from .rules import CASTS, MOVES, ROUNDING, Trial
+from .rules import ROUNDING, Trial, is_cast, is_move
 from .siblings import FoldError
 
 PRODUCTS = ("aten.linear.", "aten.addmm.", "aten.mm.", "aten.matmul.", "aten.einsum.")
@@ -212,8 +212,12 @@ def _affine(graph: Graph, node: Node) -> Affine | None:
 
 
 def _is_parameter(graph: Graph, node: object) -> bool:
-    """Tell whether a node is a parameter of the model."""
-    return node in graph.names and isinstance(graph.values[graph.names[node]], nn.Parameter)
+    """Tell whether a node is a parameter of floats of the model."""
+    if node not in graph.names:
+        return False
+    value = graph.values[graph.names[node]]
+    # Integers (a quantised weight) can take no gain over.
+    return isinstance(value, nn.Parameter) and value.is_floating_point()
 
 
 def _vector(graph: Graph, x: object, like: Node) -> tuple[str, float] | None:
@@ -223,7 +227,7 @@ def _vector(graph: Graph, x: object, like: Node) -> tuple[str, float] | None:
     """
     offset = 0.0
     while isinstance(x, Node) and x not in graph.names:
-        if str(x.target).startswith(CASTS):
+        if is_cast(x):
             x = x.args[0]
             continue
         if not str(x.target).startswith("aten.add.") or x.kwargs:
@@ -246,7 +250,7 @@ def _bias_after(graph: Graph, node: Node) -> tuple[Node, str | None]:
     """Return the addition of a bias to what a gain gave, and the bias; (node, None) without one."""
     at = node
     users = list(at.users)
-    while len(users) == 1 and str(users[0].target).startswith(CASTS) and users[0].args[0] is at:
+    while len(users) == 1 and is_cast(users[0]) and users[0].args[0] is at:
         at = users[0]
         users = list(at.users)
     if len(users) == 1 and str(users[0].target) == "aten.add.Tensor" and not users[0].kwargs:
@@ -310,7 +314,7 @@ def _other_use(graph: Graph, name: str, known: Collection[Node]) -> Node | None:
             if user in known:
                 continue
             # casts, and the 1 of 1 + weight
-            if not str(user.target).startswith((*CASTS, "aten.add.")):
+            if not is_cast(user) and not str(user.target).startswith("aten.add."):
                 return user
             todo.append(user)
     return None
@@ -356,9 +360,10 @@ def _moved(user: Node, node: Node, channels: Tensor) -> list[tuple[Node, Tensor]
     is_off = name.startswith("aten.dropout") and not (user.args[2] and user.args[1])
     if user.args[0] is not node:
         return None
-    if name.startswith(CASTS) or is_off:
+    if is_cast(user) or is_off:
         return [(user, channels)]
-    if not name.startswith((*MOVES, "aten.repeat_interleave.")) or user.all_input_nodes != [node]:
+    is_moved = is_move(user) or name.startswith("aten.repeat_interleave.")
+    if not is_moved or user.all_input_nodes != [node]:
         return None  # such as rows that another tensor picks
     moved = user.target(channels.contiguous(), *user.args[1:], **user.kwargs)
     if isinstance(moved, Tensor):
@@ -391,7 +396,7 @@ def _target(graph: Graph, user: Node, weight: Node, axis: int, channels: Tensor)
     """Return the parameter that an operation reads as `weight`; None if that is not one alone."""
     entry = user
     while weight not in graph.names:
-        if not str(weight.target).startswith(CASTS) or len(weight.users) != 1:
+        if not is_cast(weight) or len(weight.users) != 1:
             return None
         entry = weight
         weight = weight.args[0]

@@ -7,7 +7,6 @@ there.
 References to appendices and tables are to "Enjoy Your Layer Normalization".
 """
 
-import copy
 import re
 import warnings
 from collections import defaultdict
@@ -21,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from .certificate import Inputs, first_line, plain_operations
+from .certificate import Inputs, duplicate, first_line, plain_operations
 from .lines import Feeds, Line, aligned, describe, is_tensor, made_by, module_path, shape
-from .rules import feeds, mark, passes_on
+from .rules import feeds, keeps_order, mark, passes_on
 from .siblings import FoldError
 
 # What the paper's table counts as linear layers
@@ -91,6 +90,8 @@ class Graph:
         self.taken: dict[str, set[tuple[int, ...] | None]] = defaultdict(set)
         # whether it writes into tensors: then the exporter makes their views again behind modules
         self.writes = False
+        # paths of the modules that are being run; the innermost comes last
+        self._running: list[str] = []
         program = self._export(inputs)
         for node in reversed(program.graph.nodes):
             # Checks of shapes and types would count as uses of a tensor.
@@ -125,9 +126,11 @@ class Graph:
                 "numbers: load its weights first"
             )
         try:
-            # A copy, because a forward may keep the exporter's tensors as attributes.
-            model = copy.deepcopy(self.model)
+            # A copy, because a forward may keep the exporter's tensors as attributes. Without
+            # gradients, which FlexAttention does not have on a CPU.
+            model = duplicate(self.model).requires_grad_(False)
             for path, module in model.named_modules():
+                module.register_forward_pre_hook(partial(self._note_start, path))
                 module.register_forward_hook(partial(self._note_call, path), with_kwargs=True)
             # These warnings are about torch's own code.
             with (
@@ -141,12 +144,15 @@ class Graph:
                 self.writes = any(re.match(r"aten\.\w+_\.", target) for target in targets)
                 program = program.run_decompositions({})
             for node in filter(is_tensor, program.graph.nodes):
+                self._running = [module_path(node)]
                 shape(node)  # raises if the size depends on values
             return program
         except Exception as error:  # a model's forward and the exporter may raise anything
+            path = self._running[-1] if self._running else ""
+            where = f"in {path}: " if path else ""
             raise FoldError(
                 f"{type(self.model).__name__} cannot be exported with these inputs "
-                f"({first_line(error)}): "
+                f"({where}{first_line(error)}): "
                 "leave out caches (use_cache=False), branches on values and ScriptModules"
             ) from error
 
@@ -163,10 +169,16 @@ class Graph:
                 stack[key] = (first_name, kind)
                 self.calls[first_name].add(key)
 
+    def _note_start(self, path: str, module: nn.Module, args: tuple) -> None:
+        """Note that the module at `path` is run (a forward pre-hook)."""
+        self._running.append(path)
+
     def _note_call(
         self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> None:
         """Note what a call of the module at `path` takes and returns (a forward hook)."""
+        while self._running.pop() != path:
+            pass  # a module whose error the model caught
         values = [*args, *kwargs.values()]
         same = all(isinstance(x, Tensor) for x in (*values, output)) and len(values) == 1
         same = same and (output.shape, output.dtype) == (values[0].shape, values[0].dtype)
@@ -249,7 +261,7 @@ class Graph:
         """Find a LayerScale: a gain times the output of linears or convolutions.
 
         The gain can be merged into their weights if none of these is used anywhere else, and if
-        nothing but them is scaled by it.
+        nothing but them is scaled by it, in the same order.
         """
         if str(line.node.target) != "aten.mul.Tensor":
             return None
@@ -269,8 +281,10 @@ class Graph:
             if not only_weights or any(_is_norm_output(part) for part in demand.below):
                 continue
             if all(
-                len(part.node.users) == 1 and shape(part.node)[part.axis] == line.block
-                for part in demand.below
+                len(part.node.users) == 1
+                and shape(part.node)[part.axis] == line.block
+                and (not fed or keeps_order(part, fed))
+                for part, fed in demand.below.items()
             ):
                 merged = tuple(source.parameters[0] for source in weights.values())
                 return Source(merged, line.block, self.names[gain_at.node])

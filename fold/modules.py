@@ -6,17 +6,18 @@ its keys. Its values are right for the unfolded model, too, because a LayerNorm 
 rows of zero mean as an RMSNorm.
 """
 
-import copy
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import permutations, product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .certificate import randomize, run, widened
+from .certificate import duplicate, randomize, run, widened
 from .graph import Graph, Source
 from .lines import Norm, centered
 from .siblings import FoldError, rms_norm
@@ -35,6 +36,14 @@ class Swap:
     gain: str | None  # names of its parameters
     bias: str | None
     ndim: int | None = None  # the only rank for which the axis is right; None: any
+
+    def of_one_rank(self, shapes: Collection[tuple[int, ...]]) -> "Swap":
+        """Return the same for tensors of the rank of these shapes alone, if they have one rank."""
+        ranks = {len(size) for size in shapes}
+        if self.ndim is not None or len(ranks) > 1:
+            return self
+        (ndim,) = ranks
+        return replace(self, axis=ndim - 1, ndim=ndim)
 
 
 @dataclass(frozen=True)
@@ -108,14 +117,46 @@ class FoldedNorm(nn.Module):
 
     def require_centred(self, x: Tensor) -> None:
         """Raise FoldError unless the blocks of the last axis have zero mean, but for rounding."""
-        blocks = x.detach().unflatten(-1, (self.swap.groups, -1)).double()
-        mean = blocks.mean(-1).abs()
-        rms = blocks.square().mean(-1).sqrt()
-        if (mean > max(LARGEST_MEAN, 4 * torch.finfo(x.dtype).eps) * rms).any():
+        if not is_centred(x.detach().unflatten(-1, (self.swap.groups, -1))):
             raise FoldError(
                 f"{self.swap.path}: its input is not centred, so the model's LayerNorm is another "
                 "function here: analyze the model on inputs of this kind"
             )
+
+
+def is_centred(blocks: Tensor) -> bool:
+    """Tell whether the last axis has zero mean, but for rounding."""
+    wide = blocks.double()
+    mean = wide.mean(-1).abs()
+    rms = wide.square().mean(-1).sqrt()
+    return not (mean > max(LARGEST_MEAN, 4 * torch.finfo(blocks.dtype).eps) * rms).any()
+
+
+class LoadGuard:
+    """Warn if weights that are loaded are not centred (a hook before load_state_dict).
+
+    Keys and shapes are those of the LayerNorm model, so its weights load without an error, and
+    RMSNorms compute another function of them.
+    """
+
+    def __init__(self, weights: list[tuple[str, int, int]]):
+        self.weights = weights  # (name, axis, block) of each
+
+    def __call__(
+        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        for name, axis, block in self.weights:
+            weight = state_dict.get(prefix + name)
+            if weight is not None and not is_centred(
+                weight.movedim(axis, -1).unflatten(-1, (-1, block))
+            ):
+                warnings.warn(
+                    f"{prefix}{name} is not centred in this state dict, as the folded "
+                    f"{type(module).__name__} needs it: are these weights of the model with "
+                    "LayerNorms? Load them into that model, and fold it again",
+                    stacklevel=2,
+                )
+                return
 
 
 class Center:
@@ -182,6 +223,13 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
         if gain is not None:
             gain.fill_(1)
     swap_and_insert(plan, model)
+    weights = [
+        (alias, axis, source.block)
+        for source, names in plan.sources
+        for name, axis in source.parameters
+        for alias in names or (name,)
+    ]
+    model.register_load_state_dict_pre_hook(LoadGuard(weights))
 
 
 def untie(model: nn.Module, names: Collection[str], value: Tensor) -> None:
@@ -296,7 +344,7 @@ def find_swap(graph: Graph, path: str, norm: Norm) -> Swap | str:
     is_simple = shapes and None not in shapes and not list(module.children())
     if not is_simple or len(parameters) > 2:
         return more
-    alone = widened(copy.deepcopy(module)).cpu()
+    alone = widened(duplicate(module)).cpu()
     randomize(alone)
     # The last axis in tensors of any rank, or an axis of tensors of one rank
     places = [(-1, None), *((axis, len(size)) for size in shapes for axis in range(len(size)))]
@@ -311,12 +359,18 @@ def find_swap(graph: Graph, path: str, norm: Norm) -> Swap | str:
 
 
 def _computes(module: nn.Module, swap: Swap, size: tuple[int, ...]) -> bool:
-    """Tell whether a float64 module does to a centred input what the norm does in its place."""
-    x = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    try:
-        x = centered(x, swap.axis, swap.channels // swap.groups)
-        expected = run(module, (x,))
-        found = run(FoldedNorm(module, swap), (x,))
-    except Exception:  # no such axis, or what the module's forward may raise
-        return False
-    return expected.shape == found.shape and torch.allclose(expected, found, 1e-9, 1e-9)
+    """Tell whether a float64 module does to a centred input what the norm does in its place.
+
+    Also to a small one, and to one with a few large numbers, which a clamp after the norm may cut.
+    """
+    numbers = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for x in (numbers, 1e-3 * numbers, 1e3 * numbers**9):
+        try:
+            x = centered(x, swap.axis, swap.channels // swap.groups)
+            expected = run(module, (x,))
+            found = run(FoldedNorm(module, swap), (x,))
+        except Exception:  # no such axis, or what the module's forward may raise
+            return False
+        if expected.shape != found.shape or not torch.allclose(expected, found, 1e-9, 1e-9):
+            return False
+    return True

@@ -10,7 +10,8 @@ of its inputs feed a line of its output if
 Masks are random too, and then have the opposite values: what a mask hides in the example counts.
 graph.py asks backwards (which parameters must be centred for this LayerNorm?) and forwards (what
 else would be changed by that?). Only operations that are linear in each of their tensors of floats
-are tried: a clamp is the identity on the numbers of a trial, and on no others.
+are tried (`is_linear`): a clamp is the identity on the numbers of a trial, and on no others. All
+the same, the numbers of a second trial are larger.
 
 Source: "Enjoy Your Layer Normalization", section 4.2 (scalars, adds, linears) and appendix C
 (convolutions, groups).
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from .lines import (
     Feeds,
@@ -54,7 +56,7 @@ MOVES = (
     "aten.transpose.",
     "aten.t.",
     "aten.numpy_T.",
-    "aten.view.",
+    "aten.view.default",  # view.dtype reads the bits of a number as another
     "aten._unsafe_view.",
     "aten.reshape.",
     "aten.flatten.",
@@ -71,7 +73,8 @@ MOVES = (
     "aten.unbind.",
     "aten.roll.",
 )
-# Linear in each of their tensors of floats; and norms, whose output may have zero mean
+# Linear in each of their tensors of floats, but for some of their arguments (`is_linear`); and
+# norms, whose output may have zero mean
 LINEAR = (
     *CASTS,
     *MOVES,
@@ -129,7 +132,6 @@ LINEAR = (
     "aten.dropout.",
     "aten.feature_dropout.",
     "aten.alpha_dropout.",
-    "aten.native_dropout.",
     "aten.layer_norm.",
     "aten.native_layer_norm.",
     "aten.zeros",
@@ -142,7 +144,44 @@ BLIND += ("aten.var.", "aten.std.")
 # Operations that read the shape and the type of a tensor, but none of its numbers
 READ_NO_NUMBERS = ("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.new_", "aten.empty")
 READ_NO_NUMBERS += ("aten._assert", "aten.sym_")
-ROUNDING = 1e-9
+# Arguments of the operations above that are indices. All other integers are numbers.
+INDICES = ("index", "indices", "tensor_indices_or_sections", "start")
+# Types that a cast may lead to: all others cut numbers off, or keep three bits of them.
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = 1e-9  # of the largest number of a trial's result
+LARGE = 100.0  # how many times larger the numbers of the second trial are
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Return the arguments of an ATen operation by the names that its schema gives them."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args)) | node.kwargs
+
+
+def is_linear(node: Node) -> bool:
+    """Tell whether an operation is linear in each of its tensors of floats, or a norm.
+
+    Its name and its arguments say so, for no trial can: x.int() is 0 for all small x.
+    """
+    operation = made_by(node)
+    if not str(operation.target).startswith(LINEAR):
+        return False
+    given = arguments(operation)
+    rounds = given.get("rounding_mode") is not None
+    drops = (given.get("p", 0) and given.get("train") is not False) or given.get("dropout_p", 0)
+    results = operation.meta["val"]
+    results = results if isinstance(results, list | tuple) else [results]
+    return not rounds and not drops and all(result.dtype in FLOATS for result in results)
+
+
+def is_cast(node: Node) -> bool:
+    """Tell whether an operation leaves the numbers where and what they are, but for rounding."""
+    return str(node.target).startswith(CASTS) and is_linear(node)
+
+
+def is_move(node: Node) -> bool:
+    """Tell whether an operation only moves numbers to other places."""
+    return str(node.target).startswith(MOVES) and is_linear(node)
 
 
 class Trial:
@@ -150,13 +189,13 @@ class Trial:
 
     Args:
         node: the operation.
-        flipped: its masks have the other values. A mask may hide a tensor in the example, and show
-            it for another input or length.
+        second: its masks have the other values, its indices are all 0, and its numbers are larger.
+            A mask may hide a tensor in the example, and show it for another input or length.
     """
 
-    def __init__(self, node: Node, flipped: bool = False):
+    def __init__(self, node: Node, second: bool = False):
         self.node = node
-        self.flipped = flipped
+        self.second = second
         self.generator = torch.Generator().manual_seed(0)
         self.values = {x: self.sample(x) for x in made_by(node).all_input_nodes}
         # It may hold rows another time. (torch.cat leaves out a torch.tensor([]).)
@@ -164,25 +203,27 @@ class Trial:
             raise ValueError("nothing can be said of a tensor that is empty in the example")
 
     def sample(self, x: Node) -> Tensor:
-        """Return random numbers for an input; what depends on no floats is computed."""
+        """Return random numbers for an input; what is the same for all inputs is computed."""
         found = x.meta["val"]
         if "constant" in x.meta:
             return x.meta["constant"].to(wider(found.dtype))
         is_mask = found.dtype == torch.bool
-        if x.op == "call_function" and (x.meta["fixed"] or not (is_float(x) or _compares(x))):
+        is_index = not is_mask and not is_float(x) and _is_index(x, self.node)
+        is_made = x.meta["fixed"] or is_index or (is_mask and not _is_new_mask(x))
+        if x.op == "call_function" and is_made:
             # A mask that is made of others is flipped once.
-            numbers = Trial(x, self.flipped and not is_mask).run({})
-            return ~numbers if self.flipped and is_mask else numbers
-        if is_float(x):
-            return self.draw(found)
-        # Indices, or a mask
-        indices = torch.randint(2, found.shape, generator=self.generator) ^ self.flipped
-        return indices.to(found.device, found.dtype)
+            numbers = Trial(x, self.second and not is_mask).run({})
+            return ~numbers if self.second and is_mask else numbers
+        if is_mask or is_index:
+            numbers = torch.randint(2, found.shape, generator=self.generator)
+            numbers = numbers ^ self.second if is_mask else numbers * (not self.second)
+            return numbers.to(found.device, found.dtype)
+        return self.draw(found)
 
     def draw(self, like: Tensor) -> Tensor:
-        """Draw numbers between -0.5 and 0.5, in float64."""
+        """Draw numbers between -0.5 and 0.5, or LARGE times as large, in float64."""
         numbers = torch.rand(like.shape, generator=self.generator, dtype=torch.float64)
-        return numbers.to(like.device) - 0.5
+        return (numbers.to(like.device) - 0.5) * (LARGE if self.second else 1.0)
 
     def run(self, changed: dict[Node, Tensor]) -> Any:
         """Return what the operation gives, with other numbers for some inputs."""
@@ -191,6 +232,21 @@ class Trial:
     @cached_property
     def result(self) -> Tensor:
         return self.run({})
+
+    @cached_property
+    def rounding(self) -> float:
+        """The largest number that counts as 0."""
+        finite = self.result[self.result.isfinite()]  # masked scores may be -inf
+        return ROUNDING * float(finite.abs().max()) if finite.numel() else 0.0
+
+    def is_zero(self, change: Tensor) -> bool:
+        """Tell whether a change of the result is 0, but for rounding."""
+        return bool(change.abs().max() <= self.rounding)
+
+    def is_even(self, change: Tensor, line: Line) -> bool:
+        """Tell whether a change of the result is the same all along each block of a line."""
+        blocks = blocks_of(change, line)
+        return self.is_zero(blocks - blocks.narrow(line.axis + 1, 0, 1))
 
     def redrawn(self, x: Node) -> Tensor:
         """Return by how much the result changes with other numbers for an input."""
@@ -205,18 +261,26 @@ class Trial:
 
 
 def trials(node: Node) -> Iterator[Trial]:
-    """Make the trials of an operation: a second one if it reads masks or indices."""
-    inputs = made_by(node).all_input_nodes
-    is_twice = any(x.meta["fixed"] or not is_float(x) for x in inputs)
-    return (Trial(node, flipped) for flipped in (False, True)[: 1 + is_twice])
+    """Make both trials of an operation."""
+    return (Trial(node, second) for second in (False, True))
 
 
-def _compares(x: Node) -> bool:
-    """Tell whether an operation makes a mask of numbers: which, their values say."""
+def _is_index(x: Node, node: Node) -> bool:
+    """Tell whether a tensor of integers is read as indices, or makes integers that may be."""
+    given = arguments(made_by(node))
+    is_read = any(x in tree_leaves(given[name]) for name in INDICES if name in given)
+    return is_read or not is_float(node)
+
+
+def _is_random(node: Node) -> bool:
+    """Tell whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _is_new_mask(x: Node) -> bool:
+    """Tell whether a mask comes of numbers, or by chance, and not of other masks."""
     inputs = [y for y in made_by(x).all_input_nodes if is_tensor(y)]
-    return x.meta["val"].dtype == torch.bool and any(
-        y.meta["val"].dtype != torch.bool for y in inputs
-    )
+    return _is_random(x) or any(y.meta["val"].dtype != torch.bool for y in inputs)
 
 
 def mark(nodes: list[Node]) -> None:
@@ -224,19 +288,14 @@ def mark(nodes: list[Node]) -> None:
     for node in nodes:
         inputs = [x.meta["fixed"] for x in node.all_input_nodes]
         is_made = str(node.target).startswith(READ_NO_NUMBERS) or all(inputs)
+        is_made = is_made and node.op == "call_function" and not _is_random(node)
         node.meta["norm"] = norm_of(node)
-        node.meta["fixed"] = "constant" in node.meta or (node.op == "call_function" and is_made)
+        node.meta["fixed"] = "constant" in node.meta or is_made
 
 
 def blocks_of(x: Tensor, line: Line) -> Tensor:
     """Return a line's blocks along an axis of their own, behind the line's."""
     return x.unflatten(line.axis, (-1, line.block))
-
-
-def is_even(x: Tensor, line: Line) -> bool:
-    """Tell whether a tensor is the same all along each block of a line."""
-    blocks = blocks_of(x, line)
-    return bool((blocks - blocks.narrow(line.axis + 1, 0, 1)).abs().max() < ROUNDING)
 
 
 def lines_of(x: Node, block: int) -> Iterator[Line]:
@@ -254,7 +313,7 @@ def feeds(line: Line) -> Feeds:
     if node.op == "placeholder":
         return Feeds(failure=f"{describe(node)} need not have a zero mean")
     failure = f"{describe(node)} is not known to keep a zero mean"
-    if not (is_float(node) and str(made_by(node).target).startswith(LINEAR)):
+    if not is_linear(node):
         return Feeds(failure=failure)
     inputs = []
     try:
@@ -263,7 +322,7 @@ def feeds(line: Line) -> Feeds:
             inputs += found
             centred = {at.node: centered(trial.values[at.node], at.axis, at.block) for at in found}
             means = blocks_of(trial.run(centred), line).mean(line.axis + 1)
-            if not means.abs().max() < ROUNDING:
+            if not trial.is_zero(means):
                 return Feeds(tuple(inputs), failure)
     except Exception:  # an operation that does not take such numbers may raise anything
         return Feeds(failure=failure)
@@ -275,12 +334,30 @@ def _feeding(trial: Trial, line: Line) -> Iterator[Line]:
     for x in trial.values:
         for at in lines_of(x, line.block) if is_float(x) and not x.meta["fixed"] else ():
             change = trial.shifted(at)
-            if change.abs().max() < ROUNDING or not is_even(change, line):
+            if trial.is_zero(change) or not trial.is_even(change, line):
                 continue
             # Along an axis that an input has not, whatever is added to it comes out as a constant.
-            if not is_even(trial.redrawn(x), line):
+            if not trial.is_even(trial.redrawn(x), line):
                 yield at
                 break
+
+
+def keeps_order(line: Line, inputs: tuple[Line, ...]) -> bool:
+    """Tell whether factors along the lines that feed a line come out as the same factors along it.
+
+    That is not so behind a roll or a flip of channels. Each line is one block, a whole axis.
+    """
+
+    def times(x: Tensor, factors: Tensor, axis: int) -> Tensor:
+        return (x.movedim(axis, -1) * factors).movedim(-1, axis)
+
+    for trial in trials(line.node):
+        factors = trial.draw(trial.result.new_empty(line.block))
+        scaled = {at.node: times(trial.values[at.node], factors, at.axis) for at in inputs}
+        expected = times(trial.result, factors, line.axis)
+        if not trial.is_zero(trial.run(scaled) - expected):
+            return False
+    return True
 
 
 def passes_on(user: Node, line: Line) -> list[Line] | None:
@@ -298,22 +375,22 @@ def passes_on(user: Node, line: Line) -> list[Line] | None:
         return [] if norm.line == line and not norm.refused else None
     if not user.users or name.startswith(READ_NO_NUMBERS) or only_centres(user, line):
         return []
-    if not name.startswith((*LINEAR, *BLIND)):
+    if not is_linear(user) and not name.startswith(BLIND):
         return None
     pieces = user.users if isinstance(user.meta["val"], list | tuple) else [user]
     found = []
     try:
         for trial in (trial for piece in pieces for trial in trials(piece)):
             change = trial.shifted(line)
-            if change.abs().max() < ROUNDING:
+            if trial.is_zero(change):
                 continue
             other = trial.redrawn(line.node)
             onwards = [
                 at
                 for at in lines_of(trial.node, line.block)
-                if is_even(change, at) and not is_even(other, at)
+                if trial.is_even(change, at) and not trial.is_even(other, at)
             ]
-            if not onwards or not name.startswith(LINEAR):
+            if not onwards or not is_linear(user):
                 return None
             found.append(onwards[0])
     except Exception:  # as in `feeds`

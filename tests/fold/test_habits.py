@@ -5,12 +5,16 @@ attributes, buffers that are not saved, rows written in place, blocks without gr
 """
 
 import copy
+import functools
+import warnings
+import weakref
 
 import pytest
 import torch
 from fold_nets import C, folded, net
 from helpers import close, draw
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import parametrize
 
 from common.errors import FoldError
@@ -159,3 +163,82 @@ def test_a_module_that_returns_a_view_of_what_it_wrote(rows):
     model = net(forward, positions=Positions())
     certificate = fold(model, analyze(model, (draw(2, rows, C),)), insert=True)[1]
     assert certificate.ok, str(certificate)
+
+
+def test_one_embedding_called_twice_with_a_tied_head():
+    def forward(m, ids):
+        return m.head(m.ln(m.wte(ids))) + m.head(m.ln2(m.wte(ids.flip(-1))))
+
+    model = net(forward, wte=nn.Embedding(11, C), head=nn.Linear(C, 11, bias=False))
+    model.head.weight = model.wte.weight
+    ids = torch.arange(11)[None]
+    after, _ = folded(model, (ids,), 2, untie=True)
+    assert torch.equal(after.head.weight, model.head.weight)
+    close(after(ids % 5), model(ids % 5))
+
+
+@torch.no_grad()
+def flex(m, x):
+    q, k, v = (m.qkv(x)[..., i * C : (i + 1) * C].unflatten(-1, (2, -1)) for i in range(3))
+    y = flex_attention(*(part.transpose(-2, -3) for part in (q, k, v)))
+    return m.out(m.ln(m.a(y.transpose(-2, -3).flatten(-2))))
+
+
+def test_flex_attention_on_a_cpu():
+    """It has no gradients there, so the model is used in a block without them."""
+    model = net(flex, qkv=nn.Linear(C, 3 * C)).float()
+    after, certificate = fold(model, analyze(model, (X.float(),)))
+    assert certificate.ok and certificate.folded == 1, str(certificate)
+    torch.testing.assert_close(after(X.float()), model(X.float()), rtol=1e-5, atol=1e-5)
+
+
+def run_weakly(function, module, *args):
+    return function(module(), *args)
+
+
+def test_a_forward_that_holds_its_module_weakly():
+    """As in fairscale's checkpoint_wrapper: a copy runs its own weights, not the original's."""
+    inner = net(plain)
+    inner.forward = functools.partial(run_weakly, type(inner).forward, weakref.ref(inner))
+    model = nn.Sequential(nn.Linear(C, C), inner).double()
+    after, _ = folded(model, (X,), 1)
+    before = run(model, (X,))
+    close(run(after, (X,)), before)
+    with torch.no_grad():
+        inner.out.weight.zero_()
+    close(run(after, (X,)), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_weights_of_a_layer_norm_model_in_a_folded_one(dtype):
+    """The keys are the same, and the function is another: a warning says so."""
+    model, other = net(plain).to(dtype), net(plain).to(dtype)
+    after, certificate = fold(model, analyze(model, (X.to(dtype),)))
+    assert certificate.ok and certificate.folded == 1
+    with warnings.catch_warnings(action="error"):
+        after.load_state_dict(after.state_dict())
+        copy.deepcopy(after).load_state_dict(after.state_dict())
+    whole = nn.ModuleDict({"part": after})
+    with pytest.warns(UserWarning, match=r"part\.a\.bias is not centred"):
+        whole.load_state_dict(nn.ModuleDict({"part": other}).state_dict())
+
+
+def test_a_certificate_is_about_what_a_model_returns():
+    _, certificate = folded(net(plain), (X,), 1)
+    assert "values inside it" in str(certificate)
+    _, certificate = folded(net(lambda m, x: m.out(m.ln(x))), (X,), 0)
+    assert "values inside it" not in str(certificate)
+
+
+BRANCHES = {
+    "a branch on values": lambda m, x: m.a(x) if x.sum() > 0 else x,
+    "a size of values": lambda m, x: m.a(x[x[..., 0] > 0]),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_an_export_that_fails_names_the_module(name):
+    part = net(BRANCHES[name])
+    model = net(lambda m, x: m.parts["second"](m.a(x)), parts=nn.ModuleDict({"second": part}))
+    with pytest.raises(FoldError, match=r"in parts\.second"):
+        analyze(model, (X,))
