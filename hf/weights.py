@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError, HFError
-from common.hub import companions, read_config
+from common.hub import INDEX, companions, read_config, weight_names
 from common.inputs import check_regular
 from common.output import whole_folder, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
@@ -196,7 +196,7 @@ def export_hf(
                 save_file(contiguous, partial / file, metadata={"format": "pt"})
             if shards.is_sharded:
                 index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-                write_json(partial / "model.safetensors.index.json", index)
+                write_json(partial / INDEX, index)
             for companion in companions(source):
                 shutil.copy(companion, partial)
             is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
@@ -285,19 +285,24 @@ def open_tensors(folder: Path) -> Stored:
     """Find each tensor of the folder; only the files' headers are read. Raises HFError."""
     from safetensors import SafetensorError, safe_open
 
-    paths = sorted(folder.glob("model-*.safetensors"))
-    if (folder / "model.safetensors").exists():  # transformers prefers it too
-        paths = [folder / "model.safetensors"]
     stored: Stored = {}
-    for path in paths:
+    for path in (folder / name for name in weight_names(folder)):
         check_regular(path)
+        if not path.exists():
+            raise HFError(
+                f"{folder}: {path.name} is missing, or the {INDEX} that names the safetensors "
+                "files: get the folder again"
+            )
         try:
             file = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise HFError(f"{path}: torn or not safetensors ({error}): download it again") from None
         names = file.keys()  # the file itself cannot be iterated over
         for name in names:
-            stored[re.sub(r"^(model|transformer)\.", "", name)] = (file, name)
+            short = re.sub(r"^(model|transformer)\.", "", name)
+            if short in stored:
+                raise HFError(f"{path}: {name} is stored twice in this folder: get it again")
+            stored[short] = (file, name)
     return stored
 
 
@@ -347,7 +352,7 @@ def read_tensor(stored: Stored, name: str, folder: Path) -> Tensor:
     """
     if name not in stored:
         raise HFError(
-            f"{folder}: tensor {name} is missing: is model*.safetensors all there, and of the same "
+            f"{folder}: tensor {name} is missing: are all safetensors files there, and of the same "
             "model as config.json?"
         )
     file, full_name = stored[name]
