@@ -179,10 +179,10 @@ def export_hf(
     hf = hf_config(model.config)
     hf["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
     target = export_target(model, hf)
-    source = Path(model.meta.get("path", "nowhere"))  # the folder that the model was loaded from
-    if (source / "config.json").exists():
-        theirs = read_config(source)
-        hf |= {key: theirs[key] for key in TOKENS if key in theirs}
+    # The folder that the model was loaded from, or that its tokenizer is from
+    source = Path(model.meta.get("path", "nowhere"))
+    theirs = config_of(model, source)
+    hf |= {key: theirs[key] for key in TOKENS if key in theirs} if theirs else named_ids(model)
     prefix = "transformer." if target.wpe is not None else "model."
     pieces = {
         name if name.startswith("lm_head.") else prefix + name: piece
@@ -198,7 +198,8 @@ def export_hf(
                 index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
                 write_json(partial / INDEX, index)
             for companion in companions(source):
-                shutil.copy(companion, partial)
+                if theirs or companion.name != "generation_config.json":
+                    shutil.copy(companion, partial)
             is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
             if is_ours and not (partial / "tokenizer.json").exists():
                 hf |= write_tokenizer(model, partial)
@@ -242,6 +243,36 @@ def export_target(model: GPT, hf: dict[str, Any]) -> GPT:
         weights.setdefault(name, torch.zeros(tensor.shape, dtype=dtype))
     target.load_state_dict(weights, assign=True)
     return target
+
+
+def config_of(model: GPT, source: Path) -> dict[str, Any]:
+    """Return the config.json of a folder if it is that of `model`, perhaps converted; else {}.
+
+    A folder whose tokenizer alone is used may hold another model, or none.
+    """
+    try:
+        theirs = read_config(source)
+        config = gpt_config(theirs, str(source))
+    except HFError:
+        return {}
+    keys = ("n_layer", "n_embd", "n_head")
+    is_same = all(getattr(config, key) == getattr(model.config, key) for key in keys)
+    return theirs if is_same else {}
+
+
+def named_ids(model: GPT) -> dict[str, int]:
+    """Return the ids of BOS, EOS and padding that a Hugging Face folder's tokenizer names.
+
+    For config.json. Empty for our own tokenizers (see write_tokenizer), and where it cannot be
+    read, for which a warning is given.
+    """
+    if model.meta.get("tokenizer") != "hf":
+        return {}
+    try:
+        return load_tokenizer(model.meta).special
+    except DataError as error:
+        warnings.warn(f"the folder has no tokenizer: {error}", stacklevel=3)
+        return {}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
