@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError
 from common.hub import model_folder, read_config
+from common.inputs import check_regular
 from common.output import check_apart, parse_json
 from configurator import Overrides
 from hf.config import gpt_config, random_model, shape_config
@@ -119,6 +120,7 @@ def take_shape(given: Overrides) -> None:
     check_apart(spec, out_dir)
     begun = out_dir / "config.json"
     if begun.exists():
+        check_regular(begun)
         try:
             source = model_config(dict(parse_json(begun.read_bytes())), begun)
         except (ValueError, TypeError) as error:
