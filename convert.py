@@ -64,6 +64,7 @@ from torch.utils._pytree import tree_leaves
 import fold
 from common.errors import ConfigError, FoldError, UserError, run_program
 from common.hub import model_folder, read_config
+from common.inputs import check_regular
 from common.output import whole_folder
 from configurator import key, parse_args
 from fold import Report, gpt
@@ -273,6 +274,7 @@ def foreign_inputs(model: nn.Module, config: ConvertConfig) -> dict[str, Any]:
     if config.inputs:
         from safetensors.torch import load_file
 
+        check_regular(Path(config.inputs))
         return load_file(config.inputs) | no_cache(model)
     return example_inputs(model, config.seed)
 

@@ -16,8 +16,9 @@ import torch
 
 from common.environment import find_device
 from common.errors import ConfigError, run_program
+from common.inputs import check_regular
 from configurator import key, parse_args
-from data.tokenizers import decode, tokenizer_of
+from data.tokenizers import decode, encode_open, tokenizer_of
 from load import load_model
 from norm_files import take_norm_file
 
@@ -43,8 +44,10 @@ def read_prompt(prompt: str) -> str:
     """Return the text to continue, from its file if `prompt` names one."""
     if not prompt.startswith("FILE:"):
         return prompt
+    path = Path(prompt.removeprefix("FILE:"))
+    check_regular(path)
     try:
-        return Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"prompt={prompt}: cannot be read as text ({type(error).__name__})"
@@ -57,7 +60,7 @@ def main(argv: list[str]) -> None:
     device = find_device(config.device)
     model = load_model(spec).to(device)
     tokenizer = tokenizer_of(model)
-    tokens = tokenizer.encode_ordinary(text)
+    tokens = encode_open(tokenizer, text)
     if not tokens:
         raise ConfigError("prompt is empty: give at least one character")
     prompt = torch.tensor([tokens], device=device)  # (1, T)

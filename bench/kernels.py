@@ -10,13 +10,13 @@ cudaMemcpy and a Triton kernel. All arms and the copies take turns in a new rand
 and every figure is the median of the rounds' ratios (common/stats.py). Gains are float32, as in
 training.
 
-On a GPU, every call has its own inputs and outputs, more than the L2 cache holds, so that it finds
-a cold cache. Calls are captured in CUDA graphs, so that no time of the host counts. Where a tensor
-would be larger than 512 MiB there are fewer rows, and graphs of a phase share their memory, so that
-all fits on a GPU of 80 GB. Other libraries (Liger-Kernel, quack, flash-attention,
-TransformerEngine) take part if they are installed. An arm whose results are wrong is not timed. On
-a CPU the Triton kernels cannot run: there the PyTorch references are timed against PyTorch's own
-functions. The last line is JSON.
+On a GPU, every call has its own inputs and outputs, at most 16 sets in turn. Where they are more
+than twice the L2 cache, a call finds a cold cache; a table with smaller rows says so. Calls are
+captured in CUDA graphs, so that no time of the host counts. Where a tensor would be larger than 512
+MiB there are fewer rows, and graphs of a phase share their memory, so that all fits on a GPU of 80
+GB. Other libraries (Liger-Kernel, quack, flash-attention, TransformerEngine) take part if they are
+installed. An arm whose results are wrong is not timed. On a CPU the Triton kernels cannot run:
+there the PyTorch references are timed against PyTorch's own functions. The last line is JSON.
 
 The host's time is that of forward and backward on 8 float32 rows of 768 channels, on one thread of
 the CPU, with launches of Triton kernels that do nothing: of ours, and over PyTorch's. It needs
@@ -239,6 +239,19 @@ def calls_of(
     return calls
 
 
+def l2_bytes(device: torch.device) -> int:
+    """Return the size of a GPU's L2 cache; 0 of a CPU."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
+def is_cold(moved: int, cache: int) -> bool:
+    """Say whether a call finds nothing of its own in a cache, after all sets moved so many bytes.
+
+    Twice the cache is asked, since a cache need not throw away what is oldest.
+    """
+    return moved >= 2 * cache
+
+
 def record(
     config: KernelBenchConfig, case: Case, phase: str, arms: dict[str, Function], missing: list[str]
 ) -> dict[str, Any]:
@@ -258,6 +271,7 @@ def record(
         "rows": case.rows,
         "dtype": config.dtype,
         "fewest_bytes": fewest,
+        "is_cold": is_cold(fewest * len(case.sets), l2_bytes(case.device)),
         "copy": copy,
         "copy_bytes_per_s": {name: fewest / middle[name] for name in moves},
         "seconds": {arm: middle[arm] for arm in arms},
@@ -329,9 +343,9 @@ def report(config: KernelBenchConfig, records: list[dict[str, Any]]) -> str:
         speed = median(row["copy_bytes_per_s"][name] for row in records) / 1e9
         speeds.append(f"{name.removeprefix(COPY)} {speed:,.0f} GB/s")
     on_gpu = row["ours"] == "triton"
-    where = (
-        "CUDA graphs, cold L2 cache" if on_gpu else "no Triton kernels here: `reference` is ours"
-    )
+    warm = sum(not row.get("is_cold", True) for row in records)  # older records have no such key
+    cache = f"L2 cache not cold in {warm} of {len(records)} rows" if warm else "cold L2 cache"
+    where = f"CUDA graphs, {cache}" if on_gpu else "no Triton kernels here: `reference` is ours"
     quack = "quack's kernels" if row["torch_runs_quack"] else "its own kernels"
     lines = [
         "# Kernels beside PyTorch's own and other people's",

@@ -17,6 +17,8 @@ from .output import parse_json
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")  # owner/name, but not the path of a checkpoint
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # as nanoGPT names them
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"  # {"weight_map": {tensor: file}} of weights in several files
 MOST_JSON = 1 << 24  # bytes of a config.json
 MOST_LAYERS = 2048  # of a foreign config.json
 # Files next to the weights that an export copies.
@@ -47,13 +49,42 @@ def resolve_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.json", "*.jinja", "model*.safetensors", "tokenizer*", "*.txt"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        patterns = ["*.json", "*.jinja", WEIGHTS, "tokenizer*", "*.txt"]
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        names = weight_names(folder) if (folder / "config.json").exists() else [WEIGHTS]
+        if names != [WEIGHTS]:
+            snapshot_download(name, revision=folder.name, allow_patterns=names)
+        return folder
+    except HFError:
+        raise
     except Exception as error:  # whatever the hub, the HTTP library and the disk raise
         raise HFError(
             f"{name}: not a local folder, and the hub did not give it ({type(error).__name__}): "
             "check name, network and access rights, or give a folder"
         ) from None
+
+
+def weight_names(folder: Path) -> list[str]:
+    """Return the names of the safetensors files that transformers reads of a model's folder.
+
+    They are the file that config.json names (`transformers_weights`), else model.safetensors, else
+    the shards that the index names. Other files, as of an older version, do not count. Raises
+    HFError for an index that is damaged, or names files outside the folder.
+    """
+    name = read_config(folder).get("transformers_weights")
+    if name is None:
+        is_one = (folder / WEIGHTS).is_file() or not (folder / INDEX).exists()
+        name = WEIGHTS if is_one else INDEX
+    names = [name]
+    if str(name).endswith(".index.json"):
+        shards = read_config(folder, name).get("weight_map")
+        names = list(shards.values()) if isinstance(shards, dict) else []
+    is_good = all(isinstance(file, str) and file.endswith(".safetensors") for file in names)
+    if not names or not is_good or any({"", "..", "/"} & {*Path(file).parts} for file in names):
+        raise HFError(
+            f"{folder / str(name)}: names no safetensors files of this folder: get the folder again"
+        )
+    return sorted(set(names))
 
 
 def model_folder(spec: str | Path) -> Path:

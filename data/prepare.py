@@ -169,7 +169,8 @@ class Progress:
     Args:
         folder: of the shards.
         settings: what they depend on.
-        meta: meta.json, which names their tokenizer.
+        meta: meta.json, which names their tokenizer. Of a Hugging Face folder's, the checksum
+            belongs to the settings.
 
     Raises DataError if the folder holds shards of other settings or of another program.
     """
@@ -178,6 +179,8 @@ class Progress:
         self.folder = folder
         self.meta = meta
         self.path = folder / "progress.json"
+        if meta["tokenizer"] == "hf":
+            settings = settings | {"tokenizer files": load_tokenizer(meta).checksum}
         # With the commit of data on the hub, "" until it is known
         self.settings = {**settings, "revision": ""}
         self.notes: dict[str, dict] = {}

@@ -5,7 +5,10 @@ encode_ordinary(text) -> ids, decode(ids) -> text, and n_vocab; all but single c
 eot_token, the id of end of text.
 """
 
+import hashlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -51,21 +54,46 @@ class CharTokenizer:
         return "".join(self.chars[token] for token in tokens)
 
 
+@contextmanager
+def panics_are_errors(text: str) -> Iterator[None]:
+    """Turn a panic of the library `tokenizers`, which is no Exception, into a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"the tokenizer fails on {text[:40]!r} ({error}): a pattern in its tokenizer.json "
+            "takes too long; mend it, or shorten the text"
+        ) from None
+
+
 class HFTokenizer:
-    """The tokenizer.json of a Hugging Face folder. The files next to it name BOS and EOS."""
+    """The tokenizer.json of a Hugging Face folder. The files next to it name BOS, EOS and padding.
+
+    Attributes:
+        before: ids that its template puts before a text.
+        after: ids that it puts behind a text.
+        special: {"bos_token_id": id, ...} of the tokens that are named and exist.
+        checksum: SHA-256 of the files that decide about ids.
+    """
 
     def __init__(self, folder: str, n_model: int):
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, models
 
         named: dict[str, Any] = {"eos_token": END_OF_TEXT}  # transformers' default for GPT-2, Qwen
         self.n_model = n_model  # ids that the model has
         try:
             content = read_regular(Path(folder, "tokenizer.json"), MOST_BYTES)
-            self.tokenizer = Tokenizer.from_buffer(content)
+            digest = hashlib.sha256(content)
+            with panics_are_errors(folder):
+                self.tokenizer = Tokenizer.from_buffer(content)
             for name in ("special_tokens_map.json", "tokenizer_config.json"):
                 path = Path(folder, name)
                 if path.exists():
-                    named |= parse_json(read_regular(path, MOST_BYTES))
+                    content = read_regular(path, MOST_BYTES)
+                    digest.update(name.encode() + content)
+                    named |= parse_json(content)
         except Exception as error:  # the library raises plain Exceptions
             raise DataError(
                 f"the tokenizer of {folder} cannot be read ({error}): put the model's "
@@ -75,9 +103,17 @@ class HFTokenizer:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.n_vocab = self.tokenizer.get_vocab_size()
-        self.bos_token = self._id(named.get("bos_token"))
-        eos = self._id(named["eos_token"])
-        self.eot_token = self.bos_token if eos is None else eos
+        ids = {name: self._id(named.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+        self.special = {f"{name}_id": token for name, token in ids.items() if token is not None}
+        self.bos_token = ids["bos_token"]
+        self.eot_token = self.bos_token if ids["eos_token"] is None else ids["eos_token"]
+        self.checksum = digest.hexdigest()
+        # What the template adds to a text of one token
+        one = Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).encode("x")
+        framed = self.tokenizer.post_process(one)
+        place = framed.special_tokens_mask.index(0)
+        self.before = framed.ids[:place]
+        self.after = framed.ids[place + 1 :]
 
     def _id(self, token: Any) -> int | None:
         """Return the id of a token as those files write it: its text, or a dictionary with it."""
@@ -88,11 +124,25 @@ class HFTokenizer:
         """Return the ids, with those that the model's template adds: BOS, where it adds one.
 
         A text that has it in writing, as a chat template makes one, gets no second one. Raises
-        DataError for an id that the model has not.
+        DataError for an id that the model has not, and where the library fails.
         """
+        return self._encode(text, not self._has_start(text))
+
+    def encode_open(self, text: str) -> list[int]:
+        """Return the ids of a text that goes on: without those that the template puts behind it."""
+        ids = self.encode_ordinary(text)
+        is_closed = self.after and not self._has_start(text)
+        return ids[: -len(self.after)] if is_closed else ids
+
+    def _has_start(self, text: str) -> bool:
+        """Say whether a text begins with the token of a beginning, in writing."""
         first = first_token(self)
-        has_it = first is not None and text.startswith(self.tokenizer.id_to_token(first))
-        ids = self.tokenizer.encode(text, add_special_tokens=not has_it).ids
+        return first is not None and text.startswith(self.tokenizer.id_to_token(first))
+
+    def _encode(self, text: str, is_framed: bool) -> list[int]:
+        """Return the ids, with those of the template if `is_framed`. Raises DataError."""
+        with panics_are_errors(text):
+            ids = self.tokenizer.encode(text, add_special_tokens=is_framed).ids
         if max(ids, default=0) >= self.n_model:
             raise DataError(
                 f"the tokenizer gives {max(ids)} for {text[:40]!r}, and the model has "
@@ -219,6 +269,27 @@ def document_start(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer) -
     """
     end = getattr(tokenizer, "eot_token", None)
     return [] if end is None or tokenizer.encode_ordinary("") else [end]
+
+
+def encode_open(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text that goes on, as a prompt: nothing that a template appends (EOS)."""
+    return getattr(tokenizer, "encode_open", tokenizer.encode_ordinary)(text)
+
+
+def document_edge(tokenizer: Any) -> tuple[int | None, bool]:
+    """Return the id at the edge of each document, and whether it ends them instead of beginning.
+
+    The id is None where nothing tells documents apart.
+    """
+    before = getattr(tokenizer, "before", [])
+    after = getattr(tokenizer, "after", [])
+    if before and after and before[0] == after[-1]:
+        return None, False  # one id begins and ends them
+    if before:
+        return before[0], False
+    if after:
+        return after[-1], True
+    return getattr(tokenizer, "eot_token", None), False
 
 
 def decode(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer, tokens: list[int]) -> str:

@@ -3,7 +3,7 @@
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from common.distributed import Ranks
 from common.errors import DataError
-from data.tokenizers import first_token
+from data.tokenizers import encode_open, first_token
 from model import GPT
 from training.stream import evaluating
 
@@ -30,7 +30,8 @@ def encode_pairs(tokenizer: Any, pairs: list[tuple[str, str]], context_size: int
     """Encode pairs of context and continuation as lm-evaluation-harness does.
 
     Both are encoded together, so that spaces at the context's end belong to the continuation. BOS,
-    else the end of a text, stands for an empty context.
+    else the end of a text, stands for an empty context. What a template appends (EOS) is left out:
+    the harness keeps it, and so loses the first token of a continuation that has a context.
 
     Args:
         context_size: a text of more tokens, not counting the last, loses its beginning: the model
@@ -39,11 +40,11 @@ def encode_pairs(tokenizer: Any, pairs: list[tuple[str, str]], context_size: int
     Raises:
         DataError: there is no BOS and no end of a text, or no token is the continuation's.
     """
-    encode = cache(tokenizer.encode_ordinary)  # the choices of a question have one context
+    encode = cache(partial(encode_open, tokenizer))  # the choices of a question have one context
     texts = []
     for context, continuation in pairs:
         start = encode(context.rstrip())
-        tokens = tokenizer.encode_ordinary(context + continuation)[len(start) :]
+        tokens = encode_open(tokenizer, context + continuation)[len(start) :]
         if not start:
             first = first_token(tokenizer)
             if first is None:

@@ -22,6 +22,7 @@ import functools
 import json
 import logging
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -30,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from common.environment import environment, find_device
-from common.errors import ConfigError, UserError, run_program
-from common.output import check_replaceable, markdown, write_bytes_atomically
+from common.errors import ConfigError, DataError, UserError, run_program
+from common.output import check_replaceable, markdown, parse_json, write_bytes_atomically
 from common.stats import paired
 from configurator import key, parse_args
 from data.documents import read_lines
@@ -75,24 +76,64 @@ class EvalConfig:
             raise ConfigError("say what to evaluate on: --tasks=NAMES, or --mmlu=DEV,TEST")
 
 
-def local_mmlu(files: str) -> list[dict[str, Any]]:
-    """Return 5-shot tasks of the harness, one for each subject of local rows.
+def mmlu_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file of MMLU; blank lines do not count.
+
+    Raises DataError that names file and line.
+    """
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+            texts = [row["subject"], row["question"], *row["choices"]]
+            is_good = (
+                len(texts) == 2 + len(CHOICES)
+                and all(isinstance(text, str) for text in texts)
+                and type(row["answer"]) is int
+                and row["answer"] in range(len(CHOICES))
+            )
+        except (ValueError, KeyError, TypeError):
+            is_good = False
+        if not is_good:
+            raise DataError(
+                f"{path}:{number}: no row of MMLU; needs JSON with subject, question, four choices "
+                "and an answer from 0 to 3"
+            )
+        yield {name: row[name] for name in ("subject", "question", "choices", "answer")}
+
+
+def local_mmlu(files: str, shots: int) -> list[dict[str, Any]]:
+    """Return tasks of the harness, one for each subject of local test rows.
 
     Args:
         files: a file of dev rows and a file of test rows, with a comma between.
+        shots: dev rows that go before each question.
 
     Raises:
-        DataError: a file cannot be read.
+        ConfigError: there are not two files.
+        DataError: a file cannot be read, or holds other or too few rows.
     """
     from datasets import Dataset  # which the harness needs too
 
+    names = files.split(",")
+    if len(names) != 2:
+        raise ConfigError(f"mmlu={files}: name two files, DEV,TEST")
     rows: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {"dev": [], "test": []})
-    for split, name in zip(("dev", "test"), files.split(","), strict=True):
-        for line in read_lines(Path(name)):
-            row = json.loads(line)
+    for split, name in zip(("dev", "test"), names, strict=True):
+        for row in mmlu_rows(Path(name)):
             rows[row["subject"]][split].append(row)
+    asked = {subject: found for subject, found in rows.items() if found["test"]}
+    if not asked:
+        raise DataError(f"{names[1]}: no rows: check the file")
+    for subject, found in asked.items():
+        if len(found["dev"]) < shots:
+            raise DataError(
+                f"{names[0]}: {len(found['dev'])} rows of {subject}, and {shots} examples go "
+                "before each question: add rows, or lower --num_fewshot"
+            )
     tasks = []
-    for subject, found in sorted(rows.items()):
+    for subject, found in sorted(asked.items()):
         about = subject.replace("_", " ")
         splits = {split: Dataset.from_list(lines) for split, lines in found.items()}
         task = {
@@ -109,7 +150,7 @@ def local_mmlu(files: str) -> list[dict[str, Any]]:
             + "\nAnswer:",
             "doc_to_choice": CHOICES,
             "doc_to_target": "answer",
-            "num_fewshot": 5,
+            "num_fewshot": shots,
             "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
         }
         tasks.append(task)
@@ -128,7 +169,9 @@ def load_tasks(config: EvalConfig) -> tuple[Any, list[Any], dict[str, str]]:
     """
     from lm_eval.tasks import TaskManager
 
-    names = local_mmlu(config.mmlu) if config.mmlu else config.tasks.split(",")
+    names = config.tasks.split(",")
+    if config.mmlu:
+        names = local_mmlu(config.mmlu, 5 if config.num_fewshot is None else config.num_fewshot)
     try:
         manager = TaskManager(include_path=config.include or None, include_defaults=not config.mmlu)
         loaded = manager.load(names)

@@ -399,11 +399,6 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
         seeds = arms.setdefault(arm, {})
         first = next(iter(seeds.values()), run)
         check_same_norms(first, run)
-        if difference := difference_in_code(run, first):
-            raise UserError(
-                f"{run.name} and {first.name}: both are {arm}, and {difference} trained them: "
-                "report on them apart"
-            )
         other = seeds.setdefault(run.seed, run)
         if other is not run:
             raise UserError(

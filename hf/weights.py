@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError, HFError
-from common.hub import companions, read_config
+from common.hub import INDEX, companions, read_config, weight_names
 from common.inputs import check_regular
 from common.output import whole_folder, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
@@ -179,10 +179,10 @@ def export_hf(
     hf = hf_config(model.config)
     hf["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
     target = export_target(model, hf)
-    source = Path(model.meta.get("path", "nowhere"))  # the folder that the model was loaded from
-    if (source / "config.json").exists():
-        theirs = read_config(source)
-        hf |= {key: theirs[key] for key in TOKENS if key in theirs}
+    # The folder that the model was loaded from, or that its tokenizer is from
+    source = Path(model.meta.get("path", "nowhere"))
+    theirs = config_of(model, source)
+    hf |= {key: theirs[key] for key in TOKENS if key in theirs} if theirs else named_ids(model)
     prefix = "transformer." if target.wpe is not None else "model."
     pieces = {
         name if name.startswith("lm_head.") else prefix + name: piece
@@ -196,9 +196,10 @@ def export_hf(
                 save_file(contiguous, partial / file, metadata={"format": "pt"})
             if shards.is_sharded:
                 index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-                write_json(partial / "model.safetensors.index.json", index)
+                write_json(partial / INDEX, index)
             for companion in companions(source):
-                shutil.copy(companion, partial)
+                if theirs or companion.name != "generation_config.json":
+                    shutil.copy(companion, partial)
             is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
             if is_ours and not (partial / "tokenizer.json").exists():
                 hf |= write_tokenizer(model, partial)
@@ -244,6 +245,36 @@ def export_target(model: GPT, hf: dict[str, Any]) -> GPT:
     return target
 
 
+def config_of(model: GPT, source: Path) -> dict[str, Any]:
+    """Return the config.json of a folder if it is that of `model`, perhaps converted; else {}.
+
+    A folder whose tokenizer alone is used may hold another model, or none.
+    """
+    try:
+        theirs = read_config(source)
+        config = gpt_config(theirs, str(source))
+    except HFError:
+        return {}
+    keys = ("n_layer", "n_embd", "n_head")
+    is_same = all(getattr(config, key) == getattr(model.config, key) for key in keys)
+    return theirs if is_same else {}
+
+
+def named_ids(model: GPT) -> dict[str, int]:
+    """Return the ids of BOS, EOS and padding that a Hugging Face folder's tokenizer names.
+
+    For config.json. Empty for our own tokenizers (see write_tokenizer), and where it cannot be
+    read, for which a warning is given.
+    """
+    if model.meta.get("tokenizer") != "hf":
+        return {}
+    try:
+        return load_tokenizer(model.meta).special
+    except DataError as error:
+        warnings.warn(f"the folder has no tokenizer: {error}", stacklevel=3)
+        return {}
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file atomically, indented."""
     write_bytes_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
@@ -285,19 +316,24 @@ def open_tensors(folder: Path) -> Stored:
     """Find each tensor of the folder; only the files' headers are read. Raises HFError."""
     from safetensors import SafetensorError, safe_open
 
-    paths = sorted(folder.glob("model-*.safetensors"))
-    if (folder / "model.safetensors").exists():  # transformers prefers it too
-        paths = [folder / "model.safetensors"]
     stored: Stored = {}
-    for path in paths:
+    for path in (folder / name for name in weight_names(folder)):
         check_regular(path)
+        if not path.exists():
+            raise HFError(
+                f"{folder}: {path.name} is missing, or the {INDEX} that names the safetensors "
+                "files: get the folder again"
+            )
         try:
             file = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise HFError(f"{path}: torn or not safetensors ({error}): download it again") from None
         names = file.keys()  # the file itself cannot be iterated over
         for name in names:
-            stored[re.sub(r"^(model|transformer)\.", "", name)] = (file, name)
+            short = re.sub(r"^(model|transformer)\.", "", name)
+            if short in stored:
+                raise HFError(f"{path}: {name} is stored twice in this folder: get it again")
+            stored[short] = (file, name)
     return stored
 
 
@@ -347,7 +383,7 @@ def read_tensor(stored: Stored, name: str, folder: Path) -> Tensor:
     """
     if name not in stored:
         raise HFError(
-            f"{folder}: tensor {name} is missing: is model*.safetensors all there, and of the same "
+            f"{folder}: tensor {name} is missing: are all safetensors files there, and of the same "
             "model as config.json?"
         )
     file, full_name = stored[name]

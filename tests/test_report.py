@@ -428,7 +428,7 @@ def test_what_other_code_trained_is_not_compared(tmp_path):
             write_run(tmp_path, norm_type, seed)
     assert reported(tmp_path).rows[0].seeds == [9, 10]
     write_run(tmp_path, "rms", 11, start={"code": "c" * 64})
-    with pytest.raises(UserError, match=r"both are rms, and code c{12} against a{12} trained them"):
+    with pytest.raises(UserError, match=r"rms, seeds 11 and 8: code c{12} against a{12}"):
         reported(tmp_path)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from common.distributed import Ranks
 from common.errors import DataError
 from configurator import key
-from data.tokenizers import decode, load_tokenizer, token_bytes
+from data.tokenizers import decode, document_edge, load_tokenizer, token_bytes
 from model import GPT
 from taper import tapers
 from training.dataloader import Batch, Blocks, bytes_per_token, eval_batches, read_ahead
@@ -167,9 +167,9 @@ class Evaluator:
     def log_split_loss(self, model: GPT, log: RunLog, step: int) -> None:
         """Measure the loss over the whole val split, document by document, and log it."""
         # Without a tokenizer nothing says where documents begin.
-        begin = getattr(self.tokenizer, "eot_token", None)
+        edge, is_end = document_edge(self.tokenizer)
         tokens, nats = split_loss(
-            model, self.blocks, begin, self.config.batch_size, self.ranks, self.autocast
+            model, self.blocks, edge, self.config.batch_size, self.ranks, self.autocast, is_end
         )
         record = split_record(tokens, nats)
         log.event("val_full", step=step, **record)
@@ -223,10 +223,11 @@ def split_record(tokens: np.ndarray, nats: np.ndarray) -> dict[str, Any]:
 def split_loss(
     model: GPT,
     blocks: Blocks,
-    end_of_text: int | None,
+    edge: int | None,
     batch_size: int,
     ranks: Ranks,
     autocast: Callable,
+    is_end: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute the loss of every target of a split once, with the context of its own window.
 
@@ -236,15 +237,16 @@ def split_loss(
     Args:
         model: not compiled. Its mode of training is restored.
         blocks: the split.
-        end_of_text: id of the token with which each document begins; None: unknown, so that the
-            split counts as one document.
+        edge: id of the token with which each document begins; None: unknown, so that the split
+            counts as one document.
         batch_size: windows at once; fewer if their logits would be too many.
         ranks: this process and the others.
         autocast: Precision.autocast.
+        is_end: each document ends with `edge` instead.
 
     Returns:
         One entry for each document that has a target: the number of its targets, int64, and the sum
-        of their losses in nats, float64. The token that begins a document belongs to it.
+        of their losses in nats, float64. The token at a document's edge belongs to it.
     """
     length = blocks.block_size
     rows = max(1, min(batch_size, LOGITS_BYTES // (4 * length * model.n_vocab)))
@@ -253,7 +255,7 @@ def split_loss(
     offset = 0
     for number, shard in enumerate(blocks.shards):
         windows += [(number, start, offset) for start in range(0, len(shard) - 1, length)]
-        begins.append(offset + np.flatnonzero(shard == end_of_text))
+        begins.append(offset + np.flatnonzero(shard == edge) + is_end)
         offset += len(shard)
     begun = torch.from_numpy(np.concatenate(begins))
     # Tokens and nats; the text before the first document is number 0.

@@ -47,6 +47,26 @@ def test_a_run_on_a_cpu_writes_table_and_records(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("cache", "told"),
+    [(0, "CUDA graphs, cold L2 cache."), (700, "L2 cache not cold in 1 of 2 rows.")],
+)
+def test_a_cold_cache_is_told_only_of_sizes_beyond_it(cache, told, monkeypatch):
+    """One set of inputs a size moves 132 bytes a row: 264 and 4,224."""
+    monkeypatch.setattr(kernels, "l2_bytes", lambda device: cache)
+    config = KernelBenchConfig(dtype="float32", device="cpu", rounds=6)
+    rows = []
+    for count in (2, 32):
+        case = Case("rms_norm", count, 16, torch.float32, CPU)
+        arms = arms_of("rms_norm", CPU)[0]
+        rows.append(kernels.record(config, case, "forward", arms, []))
+    for row in rows:
+        row |= {"ours": "triton", "torch_runs_quack": False}
+    monkeypatch.setattr(kernels, "card", lambda row: "A card")
+    monkeypatch.setattr(kernels, "table", lambda records: "")
+    assert told in kernels.report(config, rows)
+
+
+@pytest.mark.parametrize(
     ("name", "forward", "backward"),
     [
         # (8, 16) tensors of 2 bytes that cannot be spared, and the statistics of 8 rows

@@ -384,6 +384,27 @@ def test_other_settings_in_a_used_folder_are_refused(tmp_path):
     assert contents(out) == before
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_has_changed_is_refused(tmp_path, name):
+    """Its folder has the same path, but not the same files."""
+    model = folder_of_tokenizer(tmp_path / "model", has_bos=False)
+    (model / "tokenizer_config.json").write_text("{}")
+    source = write_jsonl(tmp_path / "a.jsonl", ["one two " * 300] * 12)
+    words = (source, f"--tokenizer={model}")
+    run(tmp_path / "out", *words)
+    sorted((tmp_path / "out").glob("*_train_*.bin"))[-1].unlink()  # as after a kill
+    before = contents(tmp_path / "out")
+    content = json.loads((model / name).read_text())
+    if name == "tokenizer.json":
+        content["model"]["vocab"] |= {"one": 1, "two": 0}
+    else:
+        content["eos_token"] = "one"
+    (model / name).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"other settings \(tokenizer files\)"):
+        run(tmp_path / "out", *words)
+    assert contents(tmp_path / "out") == before
+
+
 def test_shards_of_others_and_a_damaged_progress_file_are_refused(tmp_path):
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), tmp_path / "out"
     run(out, source, "--tokenizer=bytes")

@@ -14,7 +14,7 @@ from helpers import save_model
 
 from common.distributed import Ranks
 from common.environment import Precision
-from common.errors import UserError
+from common.errors import ConfigError, DataError, UserError
 from data.tokenizers import byte_tokenizer
 from evals import lm_eval_model
 from evals.likelihood import encode_pairs, log_likelihoods
@@ -237,6 +237,48 @@ def test_mmlu_offline(tmp_path, capsys, monkeypatch, lm_eval):
     assert found["context"] == 300 and set(found["shots"].values()) == {4}
     assert len({seen["requests_cut"] for seen in found["requests"].values()} - {0}) == 1
     assert found["groups"][1]["difference"]["mean"] == 0
+
+
+ROW = {"subject": "law", "question": "What?", "choices": list("wxyz"), "answer": 0}
+
+
+@pytest.mark.parametrize(
+    ("dev", "test", "named"),
+    [
+        ([ROW] * 4, [ROW], "dev.jsonl: 4 rows of law, and 5"),
+        ([ROW] * 5, [{**ROW, "subject": "art"}], "dev.jsonl: 0 rows of art"),
+        ([ROW] * 5, [{"question": "What?", "choices": list("wxyz"), "answer": 0}], "test.jsonl:1"),
+        ([ROW] * 5, [ROW, {**ROW, "choices": list("xyz")}], "test.jsonl:2"),
+        ([ROW] * 5, [{**ROW, "answer": 4}], "test.jsonl:1"),
+        ([ROW] * 5, [{**ROW, "answer": "A"}], "test.jsonl:1"),
+        ([ROW] * 5, ["{"], "test.jsonl:1"),
+        ([ROW] * 5, [], "test.jsonl: no rows"),
+    ],
+)
+def test_rows_of_mmlu_that_cannot_be_asked_are_named(dev, test, named, tmp_path):
+    pytest.importorskip("datasets")
+    paths = []
+    for name, rows in (("dev", dev), ("test", test)):
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(lines))
+        paths.append(str(path))
+    with pytest.raises(DataError, match=named):
+        lm_eval_model.local_mmlu(",".join(paths), 5)
+    for files in (paths[0], ",".join([*paths, paths[0]])):
+        with pytest.raises(ConfigError, match="two files"):
+            lm_eval_model.local_mmlu(files, 5)
+
+
+def test_blank_lines_and_fewer_examples_are_no_fault(tmp_path):
+    pytest.importorskip("datasets")
+    text = f"{json.dumps(ROW)}\n\n"
+    (tmp_path / "dev.jsonl").write_text(text * 2)
+    (tmp_path / "test.jsonl").write_text(text * 3)
+    files = f"{tmp_path / 'dev.jsonl'},{tmp_path / 'test.jsonl'}"
+    [task] = lm_eval_model.local_mmlu(files, 2)
+    splits = task["custom_dataset"]()
+    assert (task["num_fewshot"], len(splits["dev"]), len(splits["test"])) == (2, 2, 3)
 
 
 def test_groups_are_the_harnesss(tmp_path, capsys, monkeypatch, our_tasks_only, lm_eval):

@@ -220,6 +220,38 @@ def test_what_the_architecture_always_has_is_written_as_it_stores_it(
         assert torch.equal(stored, (gain - offset).float())
 
 
+@needs_transformers
+@pytest.mark.parametrize("beside", ["nothing", "another model", "its own config"])
+def test_an_export_ends_texts_as_its_tokenizer_does(beside, tmp_path):
+    """A tokenizer of your own: its EOS stops `generate`, whatever model lies beside it."""
+    from tokenizers import Tokenizer, models
+
+    config = replace(ROTARY, n_layer=1)
+    source = tmp_path / "source"
+    if beside == "nothing":
+        source.mkdir()
+    else:
+        other = config if beside == "its own config" else replace(config, n_layer=2)
+        weights.export_hf(GPT(other), source)
+        edit_json(source / "config.json", eos_token_id=5, bos_token_id=6, pad_token_id=8)
+        edit_json(source / "generation_config.json", eos_token_id=5, bos_token_id=6)
+    words = {f"w{i}": i for i in range(9)}
+    saved = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")),
+        eos_token="w3",
+        bos_token="w4",
+        pad_token="w7",
+    )
+    saved.save_pretrained(source)
+    model = GPT(config).eval()
+    model.meta = {"tokenizer": "hf", "path": str(source), "vocab_size": 9}
+    found = auto(weights.export_hf(model, tmp_path / "out"))
+    end, start = (5, 6) if beside == "its own config" else (3, 4)
+    for one in (found.config, found.generation_config):
+        assert (one.eos_token_id, one.bos_token_id) == (end, start)
+    assert found.config.pad_token_id == (8 if beside == "its own config" else 7)
+
+
 def test_an_export_copies_only_the_models_own_files(tmp_path):
     """Whatever links are in the folder, here of the hub's cache: it will be uploaded."""
     folder = weights.export_hf(GPT(GPT2_SHAPE), tmp_path / "m/snapshots/c0ffee").resolve()

@@ -5,6 +5,7 @@ template adds one: as in lm-evaluation-harness and in transformers.
 """
 
 import json
+import os
 import string
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from hf_models import GPT2, MODELS, needs_transformers, save, tiny, transformers
 
 import sample
 from common.distributed import Ranks
-from common.errors import DataError
+from common.errors import DataError, UserError
+from convert import foreign_inputs
 from data.tokenizers import load_tokenizer
 from evals.likelihood import encode_pairs, log_likelihoods
 from hf.weights import load_hf
+from load import take_shape
 from posthoc.coupling import text_windows
 from posthoc.text import open_stream
 
@@ -87,11 +90,61 @@ def test_likelihoods_are_those_of_lm_evaluation_harness(family, template, tmp_pa
     assert ours.tolist() == close and is_greedy.tolist() == list(is_theirs)
 
 
-@pytest.mark.parametrize(("template", "starts"), [("", []), ("<bos> $A", [0])])
-def test_prompts_begin_as_in_transformers(template, starts, tmp_path, capsys):
+@pytest.mark.parametrize("template", ["$A <eos>", "<bos> $A <eos>"])
+def test_scored_texts_have_no_eos_that_a_template_appends(template, tmp_path):
+    """All else is as if the template did not append it."""
+    found = []
+    for name in (template, template.removesuffix(" <eos>").removeprefix("$A")):
+        folder = folder_of("qwen3", name, tmp_path / f"model{len(found)}")
+        meta = {"tokenizer": "hf", "path": str(folder)}
+        pairs = [pair for pair in PAIRS if "<" not in "".join(pair)]
+        if "<bos>" not in name:  # an empty context is <eos> without a template, too
+            pairs = [pair for pair in pairs if pair[0]]
+        found.append(encode_pairs(load_tokenizer(meta), pairs, 64))
+    assert found[0] == found[1] and all(text.count for text in found[0])
+
+
+def test_an_empty_context_is_that_of_the_harness_where_a_template_appends_eos(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    folder = folder_of("llama", "$A <eos>", tmp_path / "model")
+    pairs = [("", "that"), ("", " sat"), ("", "that is that")]
+    harness = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4)
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    theirs = [value for value, _ in harness.loglikelihood(requests, disable_tqdm=True)]
+    model = load_hf(folder)
+    texts = encode_pairs(load_tokenizer(model.meta), pairs, model.config.block_size)
+    ours, _ = log_likelihoods(model, texts, Ranks(0, 1, CPU), 3, nullcontext)
+    assert ours.tolist() == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
+def test_a_pattern_that_takes_too_long_is_one_line(tmp_path):
+    """The library panics, which is no Exception."""
+    folder = folder_of("qwen3", "", tmp_path / "model")
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    slow = {"type": "Split", "pattern": {"Regex": "(a|aa)+b"}, "behavior": "Isolated"}
+    path.write_text(json.dumps({**content, "pre_tokenizer": {**slow, "invert": False}}))
+    with pytest.raises(DataError, match="fails on 'aaaa"):
+        load_tokenizer({"tokenizer": "hf", "path": str(folder)}).encode_ordinary("a" * 60_000)
+
+
+@pytest.mark.parametrize(
+    ("template", "starts", "ends"),
+    [("", [], 0), ("<bos> $A", [0], 0), ("$A <eos>", [], 1), ("<bos> $A <eos>", [0], 1)],
+)
+def test_prompts_begin_as_in_transformers(template, starts, ends, tmp_path, capsys):
+    """An EOS that the template appends is no part of a text that goes on."""
     folder = folder_of("llama", template, tmp_path / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("The cat", return_tensors="pt").input_ids
+    ids = ids[:, : ids.shape[1] - ends]
+    assert 1 not in ids
     assert ids[0, : len(starts)].tolist() == starts and ids.shape[1] > 4
     model = load_hf(folder)
     made = model.generate(ids, 30, temperature=0)[0].tolist()
@@ -145,3 +198,20 @@ def test_a_text_without_context_has_no_likelihood_without_bos_and_eos():
     for pair, named in ((("", "text"), "'text'"), (("tex", ""), "'tex'")):
         with pytest.raises(DataError, match=named):
             encode_pairs(characters, [pair], 16)
+
+
+def test_a_pipe_is_refused_before_it_is_opened(tmp_path):
+    """To read one would never end."""
+    pipe, out = tmp_path / "pipe", tmp_path / "run"
+    out.mkdir()
+    os.mkfifo(pipe)
+    os.mkfifo(out / "config.json")
+    start = SimpleNamespace(values={"init_from": "random:gpt2", "out_dir": str(out)}, fields={})
+    start.fields["out_dir"] = SimpleNamespace(default="")
+    for reads in (
+        lambda: sample.read_prompt(f"FILE:{pipe}"),
+        lambda: foreign_inputs(None, SimpleNamespace(inputs=str(pipe))),
+        lambda: take_shape(start),
+    ):
+        with pytest.raises(UserError, match="a pipe"):
+            reads()

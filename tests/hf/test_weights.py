@@ -4,6 +4,7 @@ python -m pytest tests/hf/test_weights.py
 """
 
 import json
+import shutil
 import sys
 import unittest.mock
 from dataclasses import replace
@@ -21,6 +22,7 @@ from hf_models import (
     edit_json,
     edit_tensors,
     needs_transformers,
+    safetensors,
     save,
     tiny,
     tokens,
@@ -323,6 +325,98 @@ def test_shards_whole_and_missing(tmp_path):
     torch.testing.assert_close(hf.load_hf(folder)(idx), model(idx).logits, rtol=1e-5, atol=1e-5)
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
     refused(folder, "missing")
+
+
+STALE = "model-00002-of-00009.safetensors"  # of an older version, not in the index
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "layout", ["stale shard", "other names", "subfolder", "file and index", "named by config"]
+)
+def test_the_files_that_transformers_reads_are_read(layout, tmp_path):
+    """Files that the index does not name, as of an older version of the model, do not count."""
+    model, idx = tiny("llama-untied-biases"), tokens(2, 20)
+    folder = save(model, tmp_path / "new", max_shard_size="20KB")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    old = save(model, tmp_path / "old", max_shard_size="1GB") / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if layout == "stale shard":
+        old.rename(folder / STALE)
+    elif layout in ("other names", "subfolder"):
+        new = "weights-" if layout == "other names" else "part/model-"
+        (folder / "part").mkdir()
+        shards = json.loads(index.read_text())["weight_map"]
+        for name in {*shards.values()}:
+            (folder / name).rename(folder / name.replace("model-", new))
+        renamed = {key: name.replace("model-", new) for key, name in shards.items()}
+        edit_json(index, weight_map=renamed)
+        old.rename(folder / STALE)
+    elif layout == "file and index":
+        old.rename(folder / "model.safetensors")
+    else:
+        old.rename(folder / "model.safetensors")
+        edit_json(folder / "config.json", transformers_weights=index.name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)(idx).logits
+    torch.testing.assert_close(hf.load_hf(folder)(idx), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("index", "named"),
+    [
+        (None, "index.json"),  # shards alone
+        ({}, "index.json"),
+        ({"weight_map": {}}, "index.json"),
+        ({"weight_map": {"a": "../new/x.safetensors"}}, "index.json"),
+        ({"weight_map": {"a": 3}}, "index.json"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors is missing"),
+    ],
+)
+def test_an_index_that_leads_nowhere_is_named(index, named, tmp_path):
+    folder = save(tiny("llama"), tmp_path, max_shard_size="20KB")
+    path = folder / "model.safetensors.index.json"
+    path.unlink()
+    if index is not None:
+        path.write_text(json.dumps(index))
+    refused(folder, named)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    folder = save(tiny("llama"), tmp_path, max_shard_size="20KB")
+    one, two = sorted(folder.glob("model-*.safetensors"))[:2]
+    name, tensor = next(iter(safetensors.load_file(one).items()))
+    safetensors.save_file(safetensors.load_file(two) | {name: tensor * 2}, two)
+    refused(folder, "stored twice")
+
+
+@torch.no_grad()
+def test_what_the_index_names_is_fetched(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    model, idx = tiny("llama"), tokens(2, 20)
+    there = save(model, tmp_path / "there", max_shard_size="20KB")
+    index = there / "model.safetensors.index.json"
+    shards = json.loads(index.read_text())["weight_map"]
+    for name in {*shards.values()}:
+        (there / name).rename(there / f"weights-{name}")
+    edit_json(index, weight_map={key: f"weights-{name}" for key, name in shards.items()})
+    (there / STALE).write_bytes(b"")
+    here = tmp_path / "here"
+    here.mkdir()
+
+    def fetch(name, allow_patterns, revision="here"):
+        assert revision == "here"
+        for path in there.iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                shutil.copy(path, here)
+        return str(here)
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    torch.testing.assert_close(
+        hf.load_hf(resolve_hub("an/owner"))(idx), model(idx).logits, rtol=1e-5, atol=1e-5
+    )
+    assert not (here / STALE).exists()
 
 
 def test_hub_without_network(monkeypatch):

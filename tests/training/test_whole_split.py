@@ -4,6 +4,9 @@ python -m pytest tests/training/test_whole_split.py
 """
 
 import contextlib
+import json
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,11 +15,12 @@ import torch.nn.functional as F
 from helpers import TINY, events, shake
 
 from common.distributed import Ranks
-from data.shards import write_shard
+from data import prepare
+from data.shards import read_meta, write_shard
 from model import GPT, GPTConfig
 from training import evaluation
 from training.dataloader import Blocks
-from training.evaluation import split_loss, split_record
+from training.evaluation import Evaluator, split_loss, split_record
 
 END = 10
 SHAPE = GPTConfig(vocab_size=16, n_vocab=11, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -67,6 +71,41 @@ def test_every_token_counts_once(shards, batch_size, monkeypatch):
     whole = split_loss(model, blocks, None, *words)
     monkeypatch.setattr(evaluation, "MAX_DOCUMENTS", 0)
     assert split_record(*whole) == {"tokens": 62, "val_loss_full": pytest.approx(nats.sum() / 62)}
+
+
+@pytest.mark.parametrize("template", ["<bos> $A", "$A <eos>", "<bos> $A <eos>", ""])
+def test_documents_of_a_tokenizer_of_your_own(template, tmp_path):
+    """The whole split of data that its template has prepared: each document counts once."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<eos>": 0, "<bos>": 1, "a": 2, "b": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    if template:
+        special = [("<bos>", 1), ("<eos>", 0)]
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            template, special_tokens=special
+        )
+    made.save(str(tmp_path / "tokenizer.json"))
+    named = json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"})
+    (tmp_path / "tokenizer_config.json").write_text(named)
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(json.dumps({"text": "a b " * n}) + "\n" for n in range(1, 41)))
+    out = tmp_path / "out"
+    prepare.main([str(text), f"--tokenizer={tmp_path}", f"--out_dir={out}", "--val_share=0.2"])
+    evaluator = Evaluator(
+        SimpleNamespace(batch_size=2, eval_tokens=8),
+        Blocks(out, "val", 8, 11),
+        read_meta(out),
+        Ranks.start("cpu", 1),
+        contextlib.nullcontext,
+    )
+    log = mock.Mock()
+    evaluator.log_split_loss(GPT(SHAPE), log, 1)
+    record = log.event.call_args.kwargs
+    framing = max(1, template.count("<"))
+    expected = [2 * n + framing for n in range(5, 41, 5)]
+    expected[0] -= 1  # the first token of all is no target
+    assert record["document_tokens"] == expected
 
 
 def test_a_run_measures_it_at_the_end_on_any_number_of_ranks(train_ok, tiny_data, tmp_path):
