@@ -15,7 +15,8 @@
 #       the rate of each arm. Later stages have these; those of cpu stand below, and at another scale
 #       ARMS gives them: ARMS="'rms --learning_rate=0.001' ..." (rms first), and an init_std comes last
 #
-# Runs go to OUT (out/which_norm/SCALE), finished logs to RESULTS (results/SCALE/which_norm). Workers
+# Runs go to OUT (out/which_norm/SCALE), finished logs to RESULTS (results/SCALE/which_norm), or into
+# the archive KEEP. AGAIN=1 trains anew and compares with the committed runs. Workers
 # share out the runs, and one that is killed loses one run at most.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
@@ -26,7 +27,7 @@ config=config/which_norm_$scale.py
 steps=$(sed -n 's/^max_iters = //p' "$config") warmup=$(sed -n 's/^warmup_iters = //p' "$config")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off
 export OUT=${OUT:-out/which_norm/$scale}/$stage/$shape
-export KEEP=${RESULTS:-results/$scale/which_norm}/$stage-$shape.tar.xz
+export KEEP=${KEEP:-${RESULTS:-results/$scale/which_norm}/$stage-$shape.tar.xz}
 study="${STUDY:-which_norm} $scale $(sha256sum repro/which_norm.toml | cut -c1-16)"
 
 chosen=

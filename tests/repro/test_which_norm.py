@@ -287,4 +287,6 @@ def test_another_scale_needs_rates(script):
         script(*words, code=2)
     asked = script("30m", "rates", "D", "--init_std=0.05", RATES="0.1", ARMS="peri", SEEDS="7")
     assert names_of(asked) == {"peri+learning_rate=0.1-7"}
+    [[kept, *_]] = script("cpu", "verdict", "W", KEEP="mine.tar.xz")
+    assert kept == "mine.tar.xz"
     assert "--n_layer=24 --init_std=0.05" in asked[0][3]
