@@ -289,7 +289,7 @@ def test_arms_of_older_logs(norm_type, keys, arm, now, tmp_path):
         start = {"event": "start", "config": config, "versions": {"torch": "2.13.0"}}
         start |= {"device": "cpu", "tokens_per_step": 1, **more}
         (tmp_path / folder).mkdir()
-        lines = [json.dumps(start), json.dumps({"event": "rms", "step": 0})]
+        lines = [json.dumps(start), json.dumps({"event": "rms", "step": 0, "rms": [1.0]})]
         (tmp_path / folder / "log.jsonl").write_text("\n".join(lines))
     runs = find_runs([tmp_path / "old", tmp_path / "new"])
     assert list(by_arm(runs)) == [arm] and difference_in_settings(*runs, but=("seed",)) == ""
