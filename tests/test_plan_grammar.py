@@ -285,7 +285,8 @@ def test_arms_of_older_logs(norm_type, keys, arm, now, tmp_path):
         ("old", {"norm_type": norm_type, "seed": 1} | OLDER | keys, {}),
         ("new", new | {"seed": 2}, told),
     ):
-        config = config | {"max_iters": 10}
+        rates = {"learning_rate": 6e-4, "min_lr": 6e-5, "warmup_iters": 2000}
+        config = config | {"max_iters": 10} | rates
         start = {"event": "start", "config": config, "versions": {"torch": "2.13.0"}}
         start |= {"device": "cpu", "tokens_per_step": 1, **more}
         (tmp_path / folder).mkdir()
