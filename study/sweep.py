@@ -42,7 +42,7 @@ import torch
 from common.errors import ConfigError, UserError, run_program
 from evals.hellaswag import load_items
 from evidence.archive import SUFFIX, by_run, read
-from evidence.runs import find_runs
+from evidence.runs import Run
 
 from .arms import in_order, read_arms, read_seeds
 from .checks import check_sweep
@@ -111,22 +111,27 @@ def gpus_of_workers(processes: int, jobs: int) -> tuple[str, ...]:
     )
 
 
-def next_command(place: Path, first: str) -> str:
+def next_command(out: Path, keep: Path | None, first: str) -> str:
     """Return how a finished sweep is reported.
 
     Args:
-        place: archive or folder of its runs.
+        out, keep: folder of its run folders, and archive.
         first: name of a run of the baseline, which report.py may call in another way.
     """
-    run = next(run for run in find_runs([place]) if run.path.name == first)
-    return f"python report.py {shlex.quote(str(place))} --baseline={shlex.quote(run.arm)}"
+    # Of this run alone: others in the folder may be damaged, or not of this sweep.
+    in_folder = (out / first / "log.jsonl").exists()
+    run = (
+        Run(out / first) if in_folder or not keep else Run(keep / first, by_run(read(keep))[first])
+    )
+    return f"python report.py {shlex.quote(str(keep or out))} --baseline={shlex.quote(run.arm)}"
 
 
 def main(argv: list[str]) -> int:
     """Check the sweep, train its runs, and say what is done. Returns the exit code."""
-    if not argv or not Path(argv[0]).is_file():
-        raise ConfigError(f"{''.join(argv[:1])}: no such file; the first argument is a config file")
-    out, keep = out_folder(argv[0]), archive_to_keep()
+    config = argv[0] if argv else ""
+    if not Path(config).is_file():
+        raise ConfigError(f"{config}: no such file; the first argument is a config file")
+    out, keep = out_folder(config), archive_to_keep()
     processes, jobs = count("NPROC"), count("JOBS")
     arms, seeds = read_arms(variable("ARMS", ARMS)), read_seeds(variable("SEEDS", SEEDS))
     hellaswag = variable("HELLASWAG", "off")
@@ -156,12 +161,12 @@ def main(argv: list[str]) -> int:
     )
     sweep = Sweep(job, in_order(arms, seeds), kept)
     code = sweep.run(jobs)
-    *others, done = sweep.summary()
-    for line in others:
-        print(line)
-    if done.startswith(f"{len(sweep.runs)} of "):
-        done += f"; next: {next_command(keep or out, sweep.runs[0].name)}"
-    print(done)
+    if left := sweep.left_to_others():
+        print(f"others are training: {' '.join(left)}; if one of them dies, run this again")
+    done, first = len(sweep.done()), sweep.runs[0].name
+    is_finished = done == len(sweep.runs)
+    following = f"; next: {next_command(out, keep, first)}" if is_finished else ""
+    print(f"{done} of {len(sweep.runs)} runs done{following}")
     if code == STOPPED:
         print("stopped; run it again to go on")
     return code

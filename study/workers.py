@@ -302,22 +302,18 @@ class Sweep:
         print(clear_display(), end="", flush=True)  # of a run that was stopped no line was said
         return self.code
 
-    def summary(self) -> list[str]:
-        """Return the last lines: what others train, what is done, and what can be called next."""
-        over = {run.name for run in self.runs if state_of(self.job.out / run.name).is_over}
-        lines = []
-        left = [
+    def done(self) -> list[str]:
+        """Return the names of the runs that are over, here or in the archive."""
+        return [
             run.name
             for run in self.runs
-            if run.name in self.elsewhere - self.began - over - self.kept
+            if run.name in self.kept or state_of(self.job.out / run.name).is_over
         ]
-        if left:
-            lines.append(
-                f"others are training: {' '.join(left)}; if one of them dies, run this again"
-            )
-        done = len(over | {run.name for run in self.runs if run.name in self.kept})
-        lines.append(f"{done} of {len(self.runs)} runs done")
-        return lines
+
+    def left_to_others(self) -> list[str]:
+        """Return the names of the runs that others are training."""
+        left = self.elsewhere - self.began - {*self.done()}
+        return [run.name for run in self.runs if run.name in left]
 
 
 def is_claimed_by_us(claim: IO) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from common.errors import UserError
 from evidence import archive
 from study.arms import Arm, PlannedRun
+from study.sweep import next_command
 from study.workers import Job, Sweep
 
 DONE = '{"event": "start", "config": {}}\n{"event": "end", "reason": "done"}\n'
@@ -82,3 +83,16 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path, signals):
     """Of a script in the background Ctrl-C is not meant for this sweep."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert sweep_of(tmp_path, "import os, signal; os.kill(os.getppid(), signal.SIGINT)").run(1) == 0
+
+
+def test_what_can_be_called_next_needs_the_baseline_alone(tmp_path):
+    """Other folders in OUT may be damaged; the archive may lack a run that could not be kept."""
+    (tmp_path / "rms-1").mkdir()
+    config = '"config": {"norm_type": "rms", "arm": "mine"}'
+    (tmp_path / "rms-1/log.jsonl").write_text(DONE.replace('"config": {}', config))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/log.jsonl").write_text("no log")
+    keep = tmp_path / "k.tar.xz"
+    for archive_of_runs, place in ((None, tmp_path), (keep, keep)):
+        found = next_command(tmp_path, archive_of_runs, "rms-1")
+        assert found == f"python report.py {place} --baseline=mine"
