@@ -40,6 +40,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError, UserError, run_program
+from common.norm_file import PIN, default_norm_file, split_norm_file
 from evals.hellaswag import load_items
 from evidence.archive import SUFFIX, by_run, read
 from evidence.runs import Run
@@ -93,6 +94,15 @@ def check_hellaswag(text: str) -> None:
         raise ConfigError(f"HELLASWAG={text}: {error}") from None
 
 
+def pin_norm_file(argv: list[str]) -> list[str]:
+    """Add the digest of the norm file, if one is named, so that all runs have the same norm.
+
+    Somebody may edit it while the sweep trains: the next run then ends the sweep.
+    """
+    _, file = split_norm_file(argv, default_norm_file())
+    return [*argv, f"--{PIN}={file.sha256}"] if file else list(argv)
+
+
 def command(python: str, processes: int) -> tuple[str, ...]:
     """Return how a run is started, up to train.py."""
     if processes == 1:
@@ -135,11 +145,11 @@ def main(argv: list[str]) -> int:
     processes, jobs = count("NPROC"), count("JOBS")
     arms, seeds = read_arms(variable("ARMS", ARMS)), read_seeds(variable("SEEDS", SEEDS))
     hellaswag = variable("HELLASWAG", "off")
-    line = check_sweep(argv, arms, seeds, out, keep)
+    common = pin_norm_file(argv)
+    line = check_sweep(common, arms, seeds, out, keep)
     check_hellaswag(hellaswag)
     if line:
         print(line, flush=True)
-    common = list(argv)
     if jobs > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         common.append(f"--jobs={jobs}")

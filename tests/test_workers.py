@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
+from common.errors import ConfigError, UserError
+from common.norm_file import split_norm_file
 from evidence import archive
 from study.arms import Arm, PlannedRun
-from study.sweep import next_command
+from study.sweep import next_command, pin_norm_file
 from study.workers import Job, Sweep
 
 DONE = '{"event": "start", "config": {}}\n{"event": "end", "reason": "done"}\n'
@@ -96,3 +97,15 @@ def test_what_can_be_called_next_needs_the_baseline_alone(tmp_path):
     for archive_of_runs, place in ((None, tmp_path), (keep, keep)):
         found = next_command(tmp_path, archive_of_runs, "rms-1")
         assert found == f"python report.py {place} --baseline=mine"
+
+
+def test_a_norm_file_that_is_edited_ends_a_sweep(tmp_path):
+    """The words that all runs have hold its digest; without a norm file they are as they were."""
+    file = tmp_path / "norm.py"
+    file.write_text("# one\n")
+    words = pin_norm_file(["config/demo.py", f"--norm_file={file}"])
+    assert split_norm_file(words)[0] == ["config/demo.py"]
+    file.write_text("# another\n")
+    with pytest.raises(ConfigError, match="give the file that it is of"):
+        split_norm_file(words)
+    assert pin_norm_file(["config/demo.py"]) == ["config/demo.py"]
