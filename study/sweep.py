@@ -10,7 +10,7 @@
     OUT        folder of the run folders                       (out/, first config file's name)
     HELLASWAG  off, auto (downloads the items) or their file   (off)
     KEEP       archive (a name in .tar.xz) for each finished run's config, log and HellaSwag items;
-               runs in it are skipped, if they have the sweep's settings
+               runs that are over in it are skipped, if they have the sweep's settings
     NPROC      processes a run, started by torchrun            (1)
     JOBS       runs side by side, one CPU core each; on a machine with GPUs and NPROC=1 they take
                the GPUs in turn                                (1)
@@ -47,7 +47,7 @@ from evidence.runs import Run
 
 from .arms import in_order, read_arms, read_seeds
 from .checks import check_sweep
-from .workers import STOPPED, Job, Sweep
+from .workers import STOPPED, Job, Sweep, state_by_log
 
 ARMS = "layer rms coupled cbwc taper"
 SEEDS = "8 9 10 11 12 13 14 15"
@@ -82,6 +82,14 @@ def archive_to_keep() -> Path | None:
     if text and not text.endswith(SUFFIX):
         raise ConfigError(f"KEEP={text}: needs an archive's name, such as runs.tar.xz")
     return Path(text) if text else None
+
+
+def runs_in(archive: Path) -> set[str]:
+    """Return the names of the runs in an archive that are over. Others will replace theirs."""
+    runs = by_run(read(archive))
+    return {
+        name for name, files in runs.items() if state_by_log(files.get("log.jsonl", b"")).is_over
+    }
 
 
 def check_hellaswag(text: str) -> None:
@@ -160,7 +168,7 @@ def main(argv: list[str]) -> int:
             f"OUT={out}: cannot be made ({error.strerror}): check permissions and disk, or choose "
             "another OUT"
         ) from None
-    kept = set(by_run(read(keep))) if keep else set()
+    kept = runs_in(keep) if keep else set()
     job = Job(
         command=command(variable("PYTHON", sys.executable), processes),
         common=tuple(common),

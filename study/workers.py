@@ -49,6 +49,14 @@ class State(NamedTuple):
 
 
 def state_of(folder: Path) -> State:
+    """Read how far the run in a folder has come."""
+    try:
+        return state_by_log((folder / "log.jsonl").read_bytes())
+    except OSError:
+        return State()
+
+
+def state_by_log(content: bytes) -> State:
     """Read from a run's log whether it is over, and whether it diverged.
 
     It did if a loss in training or the last one of validation is not finite. A damaged log is left
@@ -56,11 +64,7 @@ def state_of(folder: Path) -> State:
     """
     reason = ""
     last: dict[str, bool] = {}  # kind of event -> is its last loss finite?
-    try:
-        lines = (folder / "log.jsonl").read_bytes().splitlines()
-    except OSError:
-        return State()
-    for line in lines:
+    for line in content.splitlines():
         # Most lines are steps.
         if b'"end"' not in line and b'"eval"' not in line and b'"val_full"' not in line:
             continue
@@ -83,7 +87,7 @@ class Sweep:
 
     Args:
         runs: all of them, in order.
-        kept: names of runs that the archive has already.
+        kept: names of runs that are over, and in the archive already.
     """
 
     def __init__(self, job: Job, runs: list[PlannedRun], kept: set[str]):

@@ -14,7 +14,7 @@ from common.errors import ConfigError, UserError
 from common.norm_file import split_norm_file
 from evidence import archive
 from study.arms import Arm, PlannedRun
-from study.sweep import next_command, pin_norm_file
+from study.sweep import next_command, pin_norm_file, runs_in
 from study.workers import Job, Sweep
 
 DONE = '{"event": "start", "config": {}}\n{"event": "end", "reason": "done"}\n'
@@ -109,3 +109,12 @@ def test_a_norm_file_that_is_edited_ends_a_sweep(tmp_path):
     with pytest.raises(ConfigError, match="give the file that it is of"):
         split_norm_file(words)
     assert pin_norm_file(["config/demo.py"]) == ["config/demo.py"]
+
+
+def test_a_kept_run_that_is_not_over_is_trained(tmp_path):
+    """Somebody may have put a run into the archive that was stopped."""
+    keep = tmp_path / "k.tar.xz"
+    stopped = DONE.replace("done", "stopped by SIGTERM")
+    logs = {"rms-1": DONE, "rms-2": stopped, "rms-3": ""}
+    archive.write(keep, {f"{name}/log.jsonl": log.encode() for name, log in logs.items()})
+    assert runs_in(keep) == {"rms-1"}
