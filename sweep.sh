@@ -3,7 +3,7 @@
 set -euo pipefail
 [ $# != 0 ] || set -- --help
 # The config file may be one of the folder from which this is called.
-[ ! -f "$1" ] || set -- "$(realpath -s "$1")" "${@:2}"
+[[ ! -f $1 || $1 == /* ]] || set -- "$PWD/$1" "${@:2}"
 cd "$(dirname "$0")"
 export PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 exec "$PYTHON" -m study.sweep "$@"

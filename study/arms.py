@@ -37,7 +37,10 @@ class PlannedRun(NamedTuple):
 
 def read_arms(text: str) -> list[Arm]:
     """Read the variable ARMS: arms with blanks between, each in quotes if it has keys."""
-    return [read_arm(arm) for arm in split(text)]
+    arms = [read_arm(arm) for arm in split(text)]
+    if not arms:
+        raise ConfigError("ARMS: no arm is named: give norm types such as rms, blanks between")
+    return arms
 
 
 def read_arm(text: str) -> Arm:

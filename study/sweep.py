@@ -10,7 +10,7 @@
     OUT        folder of the run folders                       (out/, first config file's name)
     HELLASWAG  off, auto (downloads the items) or their file   (off)
     KEEP       archive (a name in .tar.xz) for each finished run's config, log and HellaSwag items;
-               runs in it are skipped, if they have the sweep's settings
+               runs that are over in it are skipped, if they have the sweep's settings
     NPROC      processes a run, started by torchrun            (1)
     JOBS       runs side by side, one CPU core each; on a machine with GPUs and NPROC=1 they take
                the GPUs in turn                                (1)
@@ -40,13 +40,14 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError, UserError, run_program
+from common.norm_file import PIN, default_norm_file, split_norm_file
 from evals.hellaswag import load_items
 from evidence.archive import SUFFIX, by_run, read
-from evidence.runs import find_runs
+from evidence.runs import Run
 
 from .arms import in_order, read_arms, read_seeds
 from .checks import check_sweep
-from .workers import STOPPED, Job, Sweep
+from .workers import STOPPED, Job, Sweep, state_by_log
 
 ARMS = "layer rms coupled cbwc taper"
 SEEDS = "8 9 10 11 12 13 14 15"
@@ -83,6 +84,14 @@ def archive_to_keep() -> Path | None:
     return Path(text) if text else None
 
 
+def runs_in(archive: Path) -> set[str]:
+    """Return the names of the runs in an archive that are over. Others will replace theirs."""
+    runs = by_run(read(archive))
+    return {
+        name for name, files in runs.items() if state_by_log(files.get("log.jsonl", b"")).is_over
+    }
+
+
 def check_hellaswag(text: str) -> None:
     """Read the items that HELLASWAG names, or download them. Raises ConfigError."""
     if text == "off":
@@ -91,6 +100,15 @@ def check_hellaswag(text: str) -> None:
         load_items("" if text == "auto" else text)
     except UserError as error:
         raise ConfigError(f"HELLASWAG={text}: {error}") from None
+
+
+def pin_norm_file(argv: list[str]) -> list[str]:
+    """Add the digest of the norm file, if one is named, so that all runs have the same norm.
+
+    Somebody may edit it while the sweep trains: the next run then ends the sweep.
+    """
+    _, file = split_norm_file(argv, default_norm_file())
+    return [*argv, f"--{PIN}={file.sha256}"] if file else list(argv)
 
 
 def command(python: str, processes: int) -> tuple[str, ...]:
@@ -111,30 +129,35 @@ def gpus_of_workers(processes: int, jobs: int) -> tuple[str, ...]:
     )
 
 
-def next_command(place: Path, first: str) -> str:
+def next_command(out: Path, keep: Path | None, first: str) -> str:
     """Return how a finished sweep is reported.
 
     Args:
-        place: archive or folder of its runs.
+        out, keep: folder of its run folders, and archive.
         first: name of a run of the baseline, which report.py may call in another way.
     """
-    run = next(run for run in find_runs([place]) if run.path.name == first)
-    return f"python report.py {shlex.quote(str(place))} --baseline={shlex.quote(run.arm)}"
+    # Of this run alone: others in the folder may be damaged, or not of this sweep.
+    in_folder = (out / first / "log.jsonl").exists()
+    run = (
+        Run(out / first) if in_folder or not keep else Run(keep / first, by_run(read(keep))[first])
+    )
+    return f"python report.py {shlex.quote(str(keep or out))} --baseline={shlex.quote(run.arm)}"
 
 
 def main(argv: list[str]) -> int:
     """Check the sweep, train its runs, and say what is done. Returns the exit code."""
-    if not argv or not Path(argv[0]).is_file():
-        raise ConfigError(f"{''.join(argv[:1])}: no such file; the first argument is a config file")
-    out, keep = out_folder(argv[0]), archive_to_keep()
+    config = argv[0] if argv else ""
+    if not Path(config).is_file():
+        raise ConfigError(f"{config}: no such file; the first argument is a config file")
+    out, keep = out_folder(config), archive_to_keep()
     processes, jobs = count("NPROC"), count("JOBS")
     arms, seeds = read_arms(variable("ARMS", ARMS)), read_seeds(variable("SEEDS", SEEDS))
     hellaswag = variable("HELLASWAG", "off")
-    line = check_sweep(argv, arms, seeds, out, keep)
+    common = pin_norm_file(argv)
+    line = check_sweep(common, arms, seeds, out, keep)
     check_hellaswag(hellaswag)
     if line:
         print(line, flush=True)
-    common = list(argv)
     if jobs > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         common.append(f"--jobs={jobs}")
@@ -145,7 +168,7 @@ def main(argv: list[str]) -> int:
             f"OUT={out}: cannot be made ({error.strerror}): check permissions and disk, or choose "
             "another OUT"
         ) from None
-    kept = set(by_run(read(keep))) if keep else set()
+    kept = runs_in(keep) if keep else set()
     job = Job(
         command=command(variable("PYTHON", sys.executable), processes),
         common=tuple(common),
@@ -156,12 +179,12 @@ def main(argv: list[str]) -> int:
     )
     sweep = Sweep(job, in_order(arms, seeds), kept)
     code = sweep.run(jobs)
-    *others, done = sweep.summary()
-    for line in others:
-        print(line)
-    if done.startswith(f"{len(sweep.runs)} of "):
-        done += f"; next: {next_command(keep or out, sweep.runs[0].name)}"
-    print(done)
+    if left := sweep.left_to_others():
+        print(f"others are training: {' '.join(left)}; if one of them dies, run this again")
+    done, first = len(sweep.done()), sweep.runs[0].name
+    is_finished = done == len(sweep.runs)
+    following = f"; next: {next_command(out, keep, first)}" if is_finished else ""
+    print(f"{done} of {len(sweep.runs)} runs done{following}")
     if code == STOPPED:
         print("stopped; run it again to go on")
     return code

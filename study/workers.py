@@ -24,6 +24,7 @@ DONE = "done"
 # Seconds between lines about runs that go on: without a terminal, and in one
 QUIET, DISPLAYED = 60.0, 1.0
 TERMINAL_WIDTH = 80
+TAIL = 4096  # bytes of an output in which its last line is looked for
 BUSY = ": another process is working there"  # ends what train.py says then
 STOPPED = 130  # exit code after a signal
 WRONG = 2  # exit code of a wrong setting
@@ -48,6 +49,14 @@ class State(NamedTuple):
 
 
 def state_of(folder: Path) -> State:
+    """Read how far the run in a folder has come."""
+    try:
+        return state_by_log((folder / "log.jsonl").read_bytes())
+    except OSError:
+        return State()
+
+
+def state_by_log(content: bytes) -> State:
     """Read from a run's log whether it is over, and whether it diverged.
 
     It did if a loss in training or the last one of validation is not finite. A damaged log is left
@@ -55,11 +64,7 @@ def state_of(folder: Path) -> State:
     """
     reason = ""
     last: dict[str, bool] = {}  # kind of event -> is its last loss finite?
-    try:
-        lines = (folder / "log.jsonl").read_bytes().splitlines()
-    except OSError:
-        return State()
-    for line in lines:
+    for line in content.splitlines():
         # Most lines are steps.
         if b'"end"' not in line and b'"eval"' not in line and b'"val_full"' not in line:
             continue
@@ -82,14 +87,15 @@ class Sweep:
 
     Args:
         runs: all of them, in order.
-        kept: names of runs that the archive has already.
+        kept: names of runs that are over, and in the archive already.
     """
 
     def __init__(self, job: Job, runs: list[PlannedRun], kept: set[str]):
         self.job = job
         self.runs = runs
         self.kept = kept
-        self.lock = threading.Lock()
+        # A second signal may come while the first one's handler holds it.
+        self.lock = threading.RLock()
         self.said: set[str] = set()  # runs that a line was printed of
         self.warned: set[str] = set()  # warnings that were printed
         self.began: set[str] = set()  # runs that were trained here
@@ -113,8 +119,12 @@ class Sweep:
             try:
                 self.attend(worker, run, label)
             except (UserError, OSError) as error:
-                self.tell(run.name, f"{label}: FAILED: {error}")
                 self.fail(1)
+                # Of its own key: a run that is done, and cannot be kept, has its line already.
+                self.tell(f"{run.name}: {error}", f"{label}: FAILED: {error}")
+            except Exception:
+                self.fail(1)  # threading prints the traceback
+                raise
 
     def attend(self, worker: int, run: PlannedRun, label: str) -> None:
         """Train one run, unless it is done or somebody has it; then keep it."""
@@ -151,12 +161,14 @@ class Sweep:
                 if self.stopped.is_set():
                     return False
                 self.began.add(run.name)
+                start = file.tell()  # below what earlier attempts printed
                 self.shown[worker] = label, output
                 self.children[worker] = child = self.start(worker, run, claim, file)
         status = child.wait()
         with self.lock:
             del self.children[worker], self.shown[worker]
-        return self.report(run, label, status, time.monotonic() - began)
+        lines = lines_of(output, start)
+        return self.report(run, label, status, lines, time.monotonic() - began)
 
     def start(self, worker: int, run: PlannedRun, claim: IO, output: IO) -> subprocess.Popen:
         """Start the training process, which inherits the claim."""
@@ -174,10 +186,16 @@ class Sweep:
             env=environment,
         )
 
-    def report(self, run: PlannedRun, label: str, status: int, seconds: float) -> bool:
-        """Say how a training process ended. Returns False if another one has the run."""
+    def report(
+        self, run: PlannedRun, label: str, status: int, lines: list[str], seconds: float
+    ) -> bool:
+        """Say how a training process ended. Returns False if another one has the run.
+
+        Args:
+            status: its exit code, below zero for a signal.
+            lines: what it printed.
+        """
         folder = self.job.out / run.name
-        lines = lines_of(folder / "train.txt")
         self.tell_warnings(lines, label)
         errors = [line for line in lines if line.startswith("error:")]
         # torchrun prints its own report below the error of a rank, so the last line will not do.
@@ -233,8 +251,7 @@ class Sweep:
 
     def say(self, line: str) -> None:
         """Print a line, with the lock held."""
-        clear = "\r\033[J" if sys.stdout.isatty() else ""
-        print(f"{clear}{one_line(line)}", flush=True)
+        print(f"{clear_display()}{one_line(line)}", flush=True)
 
     def show(self) -> None:
         """Show for each worker its run and the last line of it, until the sweep ends."""
@@ -242,7 +259,7 @@ class Sweep:
         while not self.stopped.wait(DISPLAYED if is_terminal else QUIET):
             with self.lock:
                 lines = [
-                    f"{label}: {(lines_of(output) or ['begins'])[-1]}"
+                    f"{label}: {(lines_of(output, -TAIL) or ['begins'])[-1]}"
                     for _, (label, output) in sorted(self.shown.items())
                 ]
                 if is_terminal and lines:
@@ -257,7 +274,8 @@ class Sweep:
 
     def fail(self, code: int) -> None:
         """Note that a run failed or diverged; the others go on."""
-        self.code = self.code or code
+        with self.lock:
+            self.code = self.code or code
 
     def stop(self, code: int) -> None:
         """Stop all workers; their runs save and end."""
@@ -273,8 +291,8 @@ class Sweep:
     def run(self, workers: int) -> int:
         """Train all runs with so many workers; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # Under nohup SIGHUP stays ignored.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            # What is ignored stays so: SIGHUP under nohup, SIGINT in the background of a script.
+            if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: self.stop(STOPPED))
         threads = [threading.Thread(target=self.work, args=(number,)) for number in range(workers)]
         display = threading.Thread(target=self.show, daemon=True)
@@ -285,24 +303,21 @@ class Sweep:
             thread.join()
         self.stopped.set()
         display.join()
+        print(clear_display(), end="", flush=True)  # of a run that was stopped no line was said
         return self.code
 
-    def summary(self) -> list[str]:
-        """Return the last lines: what others train, what is done, and what can be called next."""
-        over = {run.name for run in self.runs if state_of(self.job.out / run.name).is_over}
-        lines = []
-        left = [
+    def done(self) -> list[str]:
+        """Return the names of the runs that are over, here or in the archive."""
+        return [
             run.name
             for run in self.runs
-            if run.name in self.elsewhere - self.began - over - self.kept
+            if run.name in self.kept or state_of(self.job.out / run.name).is_over
         ]
-        if left:
-            lines.append(
-                f"others are training: {' '.join(left)}; if one of them dies, run this again"
-            )
-        done = len(over | {run.name for run in self.runs if run.name in self.kept})
-        lines.append(f"{done} of {len(self.runs)} runs done")
-        return lines
+
+    def left_to_others(self) -> list[str]:
+        """Return the names of the runs that others are training."""
+        left = self.elsewhere - self.began - {*self.done()}
+        return [run.name for run in self.runs if run.name in left]
 
 
 def is_claimed_by_us(claim: IO) -> bool:
@@ -316,13 +331,25 @@ def is_claimed_by_us(claim: IO) -> bool:
     return True
 
 
-def lines_of(output: Path) -> list[str]:
-    """Read the last lines that a training process printed, without empty ones."""
+def lines_of(output: Path, start: int) -> list[str]:
+    """Read lines that a training process printed, without empty ones.
+
+    Args:
+        start: the byte where they begin; below zero, counted from the end.
+    """
     try:
-        text = output.read_text(errors="replace")
+        with open(output, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(start if start >= 0 else max(size + start, 0))
+            text = file.read().decode(errors="replace")
     except OSError:
         return []
     return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
+
+
+def clear_display() -> str:
+    """Return what clears the display, below the cursor; "" if there is no terminal."""
+    return "\r\033[J" if sys.stdout.isatty() else ""
 
 
 def terminal_width() -> int:

@@ -202,6 +202,7 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
         ("JOBS", "two", "JOBS=two: needs a number"),
         ("HELLASWAG", "nowhere.jsonl", "nowhere.jsonl"),
         ("SEEDS", " ", "no seed is named"),
+        ("ARMS", " ", "no arm is named"),
         ("SEEDS", "8\n4294967296", "4294967296"),
         ("ARMS", "rms 'layer --seed=5'", "the sweep sets seed itself"),
         ("ARMS", "'rms --arm=a' 'layer --arm=a'", "the sweep sets arm itself"),
