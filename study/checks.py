@@ -12,6 +12,8 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.code_digest import code_digest
 from common.errors import ConfigError, UserError
 from common.old_keys import AUTO
@@ -99,6 +101,8 @@ def meaning(config: TrainConfig) -> str:
     own = {key: value for key, value in settings.items() if key not in NAMES | NORM_KEYS | {"seed"}}
     norms = {key: settings[key] for key in keys_of(config.norm_type)}
     norms |= {"qk_norm": config.qk_kind, "decay_gains": config.decays_gains}
+    if not torch.cuda.is_available():
+        norms["kernels"] = "torch"  # whatever is asked for
     return json.dumps({**own, "norm_type": config.norm_type, **norms}, sort_keys=True)
 
 
