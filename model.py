@@ -687,7 +687,8 @@ class GPT(nn.Module):
         if (step - 1) % interval == 0:
             for block in self.blocks:
                 block.norm1.norm.expect(block.attn, self.config.block_size)
-        return [pair for place in self.places() for pair in place.set_step(step, max_iters)]
+        places = [*self.places()] if self.norm_e is None else [self.norm_e, *self.places()]
+        return [pair for place in places for pair in place.set_step(step, max_iters)]
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None

@@ -26,7 +26,7 @@ from common.errors import ConfigError, UserError
 from common.norm_file import PIN, NormFile, default_norm_file, split_norm_file
 from norm_plan import NORMS, NormPlan
 from norm_types import NONE, NORM_TYPES, NormType, uniform
-from norms import Norm, RMSNorm, SharedRMSNorm
+from norms import Norm
 
 # Beside the norm's own letter: norms of the house that a plan may have at other places
 OTHERS = "RL"
@@ -57,7 +57,7 @@ def add_norms(file: NormFile) -> None:
     module = run_file(file)
     classes = classes_of(module)
     letters = letters_of(classes, file)
-    rows = {kind.__name__: default_row(kind, letter) for letter, kind in letters.items()}
+    rows = {kind.__name__: default_row(letter) for letter, kind in letters.items()}
     own_rows = getattr(module, "TYPES", {})
     if not isinstance(own_rows, dict):
         raise ConfigError(f"norm_file={file.path}: TYPES must be a dict: name -> NormType")
@@ -124,11 +124,6 @@ def letters_of(classes: Iterable[type[Norm]], file: NormFile) -> dict[str, type[
     # Those that name their letter first. A subclass of one of them does not name it again.
     own_letters = {kind: vars(kind).get("letter", "") for kind in classes}
     for kind in sorted(classes, key=lambda kind: not own_letters[kind]):
-        if issubclass(kind, RMSNorm | SharedRMSNorm):
-            raise ConfigError(
-                f"norm_file={file.path}: {kind.__name__} is a subclass of RMSNorm, whose kernels "
-                "add and normalise without its forward: make it one of norms.Norm"
-            )
         free = [one for one in string.ascii_letters if one not in NORMS and one not in letters]
         own = own_letters[kind]
         if own and own not in free:
@@ -141,16 +136,10 @@ def letters_of(classes: Iterable[type[Norm]], file: NormFile) -> dict[str, type[
     return letters
 
 
-def default_row(kind: type[Norm], letter: str) -> NormType:
+def default_row(letter: str) -> NormType:
     """Return the row of a norm that sits where `rms` has its norms."""
-    elsewhere = OTHERS if moves(kind) else letter + OTHERS
-    inputs = letter + OTHERS + NONE
-    return NormType(uniform(letter), inputs, outputs=elsewhere, embeddings=elsewhere)
-
-
-def moves(kind: type[Norm]) -> bool:
-    """Does a norm prepare for each step? Input norms alone are asked to (Place.set_step)."""
-    return kind.set_step is not Norm.set_step
+    letters = letter + OTHERS
+    return NormType(uniform(letter), letters + NONE, outputs=letters, embeddings=letters)
 
 
 def check_row(
@@ -177,12 +166,6 @@ def check_row(
     if unknown := sorted(set(row.keys) - known_keys):
         raise ConfigError(
             f"{where} reads {', '.join(unknown)}, and can read {', '.join(sorted(known_keys))}"
-        )
-    still = [one for one in row.outputs + row.embeddings if one in letters and moves(letters[one])]
-    if still:
-        raise ConfigError(
-            f"{where} has {still[0]} as an output norm or that of the embeddings, where set_step "
-            "is not called: keep it among the input norms"
         )
 
 

@@ -255,7 +255,9 @@ class RMSNorm(Norm):
         return rms_norm(h, self.gain, self.eps, self.bias, self.groups, self.counted, self.kernels)
 
     def folded_form(self) -> FoldedForm | None:
-        if not self.is_whole:
+        # A subclass with a forward of its own is another formula, and inherits this method.
+        is_ours = type(self).forward is RMSNorm.forward
+        if not is_ours or not self.is_whole:
             return None
         gain = None if self.weight is None else self.exact_gain
         return FoldedForm("own", gain, self.bias)
@@ -307,7 +309,9 @@ class SharedRMSNorm(Norm):
         is_one = isinstance(self.alpha, float) and self.alpha == 1
         return inv_rms if is_one else inv_rms / self.alpha  # no kernel for a division by 1
 
-    def folded_form(self) -> FoldedForm:
+    def folded_form(self) -> FoldedForm | None:
+        if type(self).forward is not SharedRMSNorm.forward:  # as RMSNorm's
+            return None
         return FoldedForm("shared", self.exact_gain / self.alpha)
 
     def log_drift(self, h: Tensor, inv_rms: Tensor) -> Tensor:
@@ -522,42 +526,82 @@ class Place(nn.Module):
         self, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (norm(h), h, statistic) of the sum h, by one kernel where there is one."""
+        if delta is None:
+            y, inv_rms = self._normalize(x, inv_rms)
+            return y, x, inv_rms
+        output = self.output
+        is_left = self._leaves_output()
+        if output is not None and not is_left:
+            delta = self._normed(delta)
+        if self._is_fused():
+            return self._fused(x, delta, inv_rms)
+        if is_left:
+            # The same rounding whatever follows: N(delta) is rounded with the sum.
+            h = add_normed(x, delta, output.gain, output.eps, output.kernels)
+        elif self.residual_weight == 1:
+            # A function of kernels/ adds, because a compiled model moves fewer bytes if it adds
+            # rows (B T, C).
+            return add_then(self._normalize, x, delta, inv_rms)
+        else:
+            h = self._weighted(x, delta)
+        y, inv_rms = self._normalize(h, inv_rms)
+        return y, h, inv_rms
+
+    def _leaves_output(self) -> bool:
+        """Is the output norm left to the function that adds? None of those knows a weight."""
+        return self.residual_weight == 1 and is_plain_rms(self.output)
+
+    def _is_fused(self) -> bool:
+        """Does one kernel do all: the output norm if it is left to it, the sum, and the norm?
+
+        No kernel knows a weight, or shows the sum to an anchor. A subclass of a norm that has a
+        kernel is another formula.
+        """
+        norm = self.norm
+        if self.residual_weight != 1 or self.anchor is not None:
+            return False
+        if self._leaves_output():
+            return is_plain_rms(norm)
+        return type(norm) is RMSNorm or (type(norm) is SharedRMSNorm and norm.detach)
+
+    def _fused(
+        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Call the kernel that adds and normalises, where _is_fused."""
         norm, output = self.norm, self.output
-        if delta is not None and output is not None:
-            if not is_plain_rms(output):
-                delta, _ = output(delta)
-            elif is_plain_rms(norm):  # both statistics and the sum
-                gains = output.gain, norm.gain
-                return norm_add_norm(x, delta, *gains, output.eps, norm.eps, norm.kernels)
-            else:
-                # The same rounding whatever follows: N(delta) is rounded with the sum.
-                x = add_normed(x, delta, output.gain, output.eps, output.kernels)
-                delta = None
-        if delta is None or self.residual_weight != 1:
-            h = self.sum(x, delta)
-            y, inv_rms = self._normalize(h, inv_rms)
-            return y, h, inv_rms
-        # No kernel may do both where the anchor reads the sum.
-        if isinstance(norm, RMSNorm) and self.anchor is None:
+        if self._leaves_output():  # both statistics and the sum
+            gains = output.gain, norm.gain
+            return norm_add_norm(x, delta, *gains, output.eps, norm.eps, norm.kernels)
+        if type(norm) is RMSNorm:
             means = norm.groups, norm.counted
             return add_rms_norm(x, delta, norm.gain, norm.eps, norm.bias, *means, norm.kernels)
-        if isinstance(norm, SharedRMSNorm) and norm.detach:
-            y, h = add_shared_rms_scale(x, delta, norm.scale(inv_rms), norm.gain, norm.kernels)
-            return y, h, inv_rms
-        # A function of kernels/ adds, because a compiled model moves fewer bytes if it adds rows
-        # (B T, C).
-        return add_then(self._normalize, x, delta, inv_rms)
+        y, h = add_shared_rms_scale(x, delta, norm.scale(inv_rms), norm.gain, norm.kernels)
+        return y, h, inv_rms
 
     def _normalize(self, h: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.anchor is not None:
             self.anchor(h)
         return self.norm(h, inv_rms)
 
+    def _normed(self, delta: Tensor) -> Tensor:
+        """Return the output norm of delta; that of RMSNorm is not rounded before it is added."""
+        if is_plain_rms(self.output):
+            delta = delta.to(statistics_dtype(delta))
+        y, _ = self.output(delta)
+        return y
+
+    def _weighted(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Return residual_weight x + delta, after the output norm; it is rounded once."""
+        h = torch.add(delta, x, alpha=self.residual_weight)
+        return h if self.output is None else h.to(x.dtype)
+
     def sum(self, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Return residual_weight x + delta, without the output norm; x if delta is None."""
+        """Return the sum h that `norm` reads, with the output norm; x if delta is None."""
         if delta is None:
             return x
-        return torch.add(delta, x, alpha=self.residual_weight)
+        if self.output is not None:
+            delta = self._normed(delta)
+        return self._weighted(x, delta)
 
     # What training asks of a place between steps
 
@@ -565,7 +609,8 @@ class Place(nn.Module):
         """Prepare for training step `step` (from 1), on every rank (Norm.set_step)."""
         if self.anchor is not None:
             self.anchor.set_step(step, max_iters)
-        return self.norm.set_step(step, max_iters)
+        norms = [norm for norm in (self.output, self.norm, self.reader) if norm is not None]
+        return [pair for norm in norms for pair in norm.set_step(step, max_iters)]
 
     def aux_loss(self) -> Tensor | float:
         """Return this place's part of the objective in the last forward pass; 0 in most plans."""
@@ -593,9 +638,9 @@ class Place(nn.Module):
         return y if self.reader is None else self.reader(y)[0]
 
 
-def is_plain_rms(norm: Norm) -> bool:
+def is_plain_rms(norm: Norm | None) -> bool:
     """Is it an RMSNorm with one statistic and no bias, as the kernels of output norms take it?"""
-    return isinstance(norm, RMSNorm) and norm.is_whole and norm.bias is None
+    return type(norm) is RMSNorm and norm.is_whole and norm.bias is None
 
 
 class GatedRMSNorm(RMSNorm):

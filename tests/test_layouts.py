@@ -19,7 +19,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from model import GPT, GPTConfig, KVCache
 from norm_plan import NormConfig
-from norm_types import NORM_TYPES
+from norm_types import NORM_TYPES, NormType
 
 L = 4
 T = 11
@@ -473,6 +473,24 @@ def test_a_random_plan_is_its_letters(seed):
     if norm_type == "keel":
         of["plain_at"] = 2
     compare(norm_type, keys, draw.choice([GPT2, LLAMA]), {"layout": "by_letters", **of})
+
+
+# A row of known norms: letters of the inputs and of the outputs
+ROWS = {"post": ("IPPPPPPPP", "R" * 8), "borders": ("RRBBBBBBP", "RIRIIRRR")}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_new_layout_of_known_norms_needs_the_row_alone(monkeypatch, row):
+    inputs, outputs = ROWS[row]
+    layout = NormType(
+        lambda config, n_layer: f"{inputs}|{outputs}",
+        "IPRB",
+        outputs="R",
+        residual_weight=lambda n_layer: 3.0,
+    )
+    monkeypatch.setitem(NORM_TYPES, "mine", layout)
+    of = {"layout": "by_letters", "weight": 3.0, "sections": (inputs, outputs, "I")}
+    compare("mine", {}, LLAMA, of)
 
 
 def compare(norm_type: str, keys: dict, shape: GPTConfig, of: dict) -> None:

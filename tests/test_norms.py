@@ -22,6 +22,7 @@ from norms import (
     GatedRMSNorm,
     LayerNorm,
     Norm,
+    Place,
     RMSNorm,
     SharedRMSNorm,
     center,
@@ -179,6 +180,65 @@ def test_centered_linear_has_zero_mean_output(bias):
     linear, x = shake(CenteredLinear(12, 16, bias)), draw(3, 12)
     close(linear(x).mean(-1), torch.zeros(3, dtype=torch.float64))
     close(linear(x), center(F.linear(x, linear.weight, linear.bias)))
+
+
+# -------------------------------------------------------------------------------------- the places
+
+
+class HalfRMSNorm(RMSNorm):
+    def forward(self, h, inv_rms=None):
+        return super().forward(h)[0] / 2, None
+
+
+class HalfSharedRMSNorm(SharedRMSNorm):
+    def forward(self, h, inv_rms):
+        return super().forward(h, inv_rms)[0] / 2, None
+
+
+class Seen(torch.nn.Module):
+    """An anchor that remembers the sum."""
+
+    def forward(self, h):
+        self.h = h
+
+
+@pytest.mark.parametrize("output", [None, RMSNorm, HalfRMSNorm, LayerNorm])
+@pytest.mark.parametrize(
+    "norm", [RMSNorm, HalfRMSNorm, LayerNorm, SharedRMSNorm, HalfSharedRMSNorm]
+)
+def test_a_place_adds_and_normalises_whatever_its_norms_are(norm, output):
+    """y = N(w x + N_out(delta)), an anchor sees the sum, and a subclass is another formula."""
+    x, delta, inv_rms = draw(2, 3, 8), draw(2, 3, 8, seed=1), draw(2, 3, 1, seed=2).exp()
+    for weight in (1.0, 3.0):
+        for anchor in (None, Seen()):
+            place = Place(
+                norm(8), output and output(8), residual_weight=weight, anchor=anchor
+            ).double()
+            y, h, _ = place(x, delta, inv_rms)
+            added = delta if output is None else place.output(delta)[0]
+            expected = weight * x + added
+            close(h, expected)
+            close(place.sum(x, delta), expected)
+            close(y, place.norm(expected, inv_rms)[0])
+            assert anchor is None or torch.equal(anchor.h, h)
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_an_output_norm_is_rounded_with_the_sum(weight):
+    x, delta = draw(2, 3, 64).bfloat16(), draw(2, 3, 64, seed=1).bfloat16()
+    place = Place(LayerNorm(64), RMSNorm(64), residual_weight=weight)
+    _, h, _ = place(x, delta)
+    exact = weight * x.float() + place.output(delta.float())[0]
+    assert torch.equal(h, exact.bfloat16())
+
+
+def test_every_norm_of_a_place_prepares_for_a_step():
+    class Told(Norm):
+        def set_step(self, step, max_iters):
+            return [(step, max_iters)]
+
+    place = Place(Told(8), output=Told(8), replaces=True, reader=Told(8))
+    assert place.set_step(2, 9) == [(2, 9)] * 3
 
 
 # ------------------------------------------------------------------------------------- the registry

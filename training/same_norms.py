@@ -80,7 +80,7 @@ def _formula(norm: Norm, is_centered: bool = False) -> tuple[type | int | float,
         return (RMSNorm, 1, norm.channels)
     if isinstance(norm, GatedNorm):
         return (GatedNorm, norm.factor)
-    if isinstance(norm, RMSNorm):
+    if type(norm) is RMSNorm:  # a subclass is another formula
         # On a centred stream it is LayerNorm.
         is_layer = is_centered and norm.is_whole
         return (LayerNorm,) if is_layer else (RMSNorm, norm.groups, norm.counted)
