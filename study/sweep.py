@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
+        raise ConfigError(
             f"OUT={out}: cannot be made ({error.strerror}): check permissions and disk, or choose "
             "another OUT"
         ) from None

@@ -210,6 +210,7 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
         ("ARMS", "layer 'layer --norm_recipe=common'", "is named twice"),
         ("ARMS", "rms 'rms --qk_norm=none'", "is named twice"),
         ("ARMS", "rms 'rms --kernels=torch'", "is named twice"),
+        ("OUT", "README.md/out", "OUT=README.md/out: cannot be made"),
     ):
         lines = finish(start(data, tmp_path / "out", **{name: value}), 2)
         assert any(error in line for line in lines)
