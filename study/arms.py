@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from common.errors import ConfigError
 
-NAMED = re.compile(r"([\w.-]+):(?=.)", re.ASCII)
+NAMED = re.compile(r"(\w[\w.-]*):(?=.)", re.ASCII)
 # What a sweep itself tells train.py of each run
 SET_BY_SWEEP = {"arm", "hellaswag", "jobs", "norm_type", "out_dir", "seed"}
-SEED = re.compile(r"0|[1-9][0-9]*", re.ASCII)  # without leading zeros: 08 would be seed 8 once more
+SEED = re.compile(
+    r"0|[1-9][0-9]{0,9}", re.ASCII
+)  # without leading zeros: 08 would be seed 8 once more
 
 
 class Arm(NamedTuple):
@@ -52,6 +54,8 @@ def read_arm(text: str) -> Arm:
     named = NAMED.match(text)
     norm_type, *keys = split(text[named.end() :] if named else text) or [""]
     for word in keys:
+        if not word.startswith("--"):
+            raise ConfigError(f"ARMS: {text}: {word} is no key: write --key=value")
         check_word(word, f"ARMS: {text}")
     words = (f"--norm_type={norm_type}", *keys)
     if named:

@@ -16,9 +16,11 @@ import torch
 
 from common.code_digest import code_digest
 from common.errors import ConfigError, UserError
+from common.fingerprint import data_difference, fingerprint
 from common.old_keys import AUTO
 from common.stats import ALPHA, detectable_effect, largest_sd
 from configurator import parse_args
+from data.shards import Shards, find_shards
 from evidence.runs import NAMES, RATES, Run, in_archive
 from load import take_shape
 from norm_files import take_norm_file
@@ -57,14 +59,15 @@ def check_sweep(
     configs = [parse([*common, *arm.words], out) for arm in arms]
     check_arms(arms, configs)
     kept = {run.name: run for run in in_archive(keep)} if keep else {}
+    data = data_of(largest.data_dir)
     for arm, config in zip(arms, configs, strict=True):
         for seed in seeds:
             wanted = dataclasses.replace(config, seed=seed)
             name = PlannedRun(arm, seed).name
-            check_folder(out / name, wanted)
+            check_folder(out / name, wanted, data)
             if keep and (run := kept.get(str(keep / name))):
                 # The text of a declaration may have been amended since; its runs are the same.
-                check_settings(run, wanted, "KEEP", but={"study"})
+                check_settings(run, wanted, data, "KEEP", but={"study"})
     count = largest.planned_seeds or len(seeds)
     return power(count, len(arms) - 1, largest.delta_val_loss)
 
@@ -144,23 +147,33 @@ def power(seeds: int, arms: int, delta: float) -> str:
     return line
 
 
-def check_folder(folder: Path, wanted: TrainConfig) -> None:
-    """Check that the run in a folder, if there is one, has the settings `wanted`."""
+def data_of(data_dir: str) -> str:
+    """Return the fingerprint that a run on this folder logs; "" if it cannot be read."""
+    try:
+        paths = [find_shards(data_dir, split) for split in ("train", "val")]
+        return " ".join(fingerprint(shards[0].name, Shards(shards)) for shards in paths)
+    except (UserError, OSError):
+        return ""  # train.py says what is wrong
+
+
+def check_folder(folder: Path, wanted: TrainConfig, data: str) -> None:
+    """Check that the run in a folder, if there is one, is the one that is `wanted` on `data`."""
     if not (folder / "log.jsonl").exists():
         return
     try:
         run = Run(folder)
     except UserError:
         return  # a damaged log: train.py looks at the checkpoint
-    check_settings(run, wanted, "OUT")
+    check_settings(run, wanted, data, "OUT")
 
 
 def check_settings(
-    run: Run, wanted: TrainConfig, variable: str, but: Set[str] = frozenset()
+    run: Run, wanted: TrainConfig, data: str, variable: str, but: Set[str] = frozenset()
 ) -> None:
-    """Check that a run has the settings `wanted`.
+    """Check that a run has the settings `wanted`, today's code and the same data.
 
     Args:
+        data: fingerprint of the data that are here; "" if they cannot be read.
         variable: which names the place where it is.
         but: keys that are not compared.
 
@@ -171,6 +184,11 @@ def check_settings(
         raise ConfigError(
             f"{run.name}: other code trained it than stands here: go on with that, or choose "
             f"another {variable}"
+        )
+    then = run.start.get("data")
+    if data and then and (difference := data_difference(then, data)):
+        raise ConfigError(
+            f"{run.name}: it was trained on other data ({difference}): choose another {variable}"
         )
     there = run.config
     settings = as_logged(wanted)

@@ -210,6 +210,9 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
         ("ARMS", "layer 'layer --norm_recipe=common'", "is named twice"),
         ("ARMS", "rms 'rms --qk_norm=none'", "is named twice"),
         ("ARMS", "rms 'rms --kernels=torch'", "is named twice"),
+        ("ARMS", "rms 'layer config/small.py'", "config/small.py is no key"),
+        ("ARMS", "..:rms", "..:rms"),
+        ("SEEDS", "9" * 5000, "is no seed"),
         ("OUT", "README.md/out", "OUT=README.md/out: cannot be made"),
     ):
         lines = finish(start(data, tmp_path / "out", **{name: value}), 2)
@@ -257,6 +260,11 @@ def test_other_settings_are_not_done_already(train_ok, data, tmp_path):
     log = tmp_path / "rms-1/log.jsonl"
     log.write_text(re.sub('"code": "[0-9a-f]+"', '"code": "0123"', log.read_text()))
     with pytest.raises(ConfigError, match="rms-1: other code trained it"):
+        check_with()
+    log.write_text(re.sub('"code": "[0-9a-f]+", ', "", log.read_text()))
+    check_with()
+    log.write_text(re.sub('("data": "[^"]*:)[0-9a-f]{8}', r"\g<1>00000000", log.read_text()))
+    with pytest.raises(ConfigError, match="rms-1: it was trained on other data"):
         check_with()
 
 
