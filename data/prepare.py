@@ -401,6 +401,25 @@ def write_splits(
     return counts
 
 
+def write_bytes_anew(
+    folder: Path, name: str, sources: dict[str, Callable[[], Iterator[Document]]]
+) -> None:
+    """Write byte-level shards of each split, without those that are there.
+
+    For a source that differs from machine to machine, as another Python has another library. The
+    caller holds the folder's lock.
+
+    Args:
+        name: how the names of the shards begin.
+        sources: split -> what yields its documents.
+    """
+    config = ShardKeys(out_dir=str(folder), tokenizer="bytes")
+    remove_shards(folder, name)
+    progress = Progress(folder, {"tokenizer": "bytes"}, meta_of("bytes", iter(())))
+    counts = write_splits(sources, name, config, progress)
+    progress.say(counts["val"] + counts["train"])
+
+
 def after(source: Callable[[], Iterator[Document]], skip: int) -> Iterator[Document]:
     """Yield the documents of a source without the first `skip`."""
     return islice(source(), skip, None)

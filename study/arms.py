@@ -13,9 +13,8 @@ from common.errors import ConfigError
 NAMED = re.compile(r"(\w[\w.-]*):(?=.)", re.ASCII)
 # What a sweep itself tells train.py of each run
 SET_BY_SWEEP = {"arm", "hellaswag", "jobs", "norm_type", "out_dir", "seed"}
-SEED = re.compile(
-    r"0|[1-9][0-9]{0,9}", re.ASCII
-)  # without leading zeros: 08 would be seed 8 once more
+# Without leading zeros: 08 would be seed 8 once more.
+SEED = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
 class Arm(NamedTuple):

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,13 @@ from .arms import Arm, PlannedRun, check_word
 
 NORM_KEYS = set(NormConfig.__dataclass_fields__)
 FROM_DATA = {"vocab_size": 0, "n_vocab": 0}  # a run takes them from its data
+
+
+class Here(NamedTuple):
+    """What a run that is there must have been trained by and on, read once for all runs."""
+
+    code: str  # digest of the code
+    data: str  # fingerprint of the data; "" if they cannot be read
 
 
 def check_sweep(
@@ -59,15 +66,15 @@ def check_sweep(
     configs = [parse([*common, *arm.words], out) for arm in arms]
     check_arms(arms, configs)
     kept = {run.name: run for run in in_archive(keep)} if keep else {}
-    data = data_of(largest.data_dir)
+    here = Here(code_digest(), data_of(largest.data_dir))
     for arm, config in zip(arms, configs, strict=True):
         for seed in seeds:
             wanted = dataclasses.replace(config, seed=seed)
             name = PlannedRun(arm, seed).name
-            check_folder(out / name, wanted, data)
+            check_folder(out / name, wanted, here)
             if keep and (run := kept.get(str(keep / name))):
                 # The text of a declaration may have been amended since; its runs are the same.
-                check_settings(run, wanted, data, "KEEP", but={"study"})
+                check_settings(run, wanted, here, "KEEP", but={"study"})
     count = largest.planned_seeds or len(seeds)
     return power(count, len(arms) - 1, largest.delta_val_loss)
 
@@ -156,37 +163,35 @@ def data_of(data_dir: str) -> str:
         return ""  # train.py says what is wrong
 
 
-def check_folder(folder: Path, wanted: TrainConfig, data: str) -> None:
-    """Check that the run in a folder, if there is one, is the one that is `wanted` on `data`."""
+def check_folder(folder: Path, wanted: TrainConfig, here: Here) -> None:
+    """Check that the run in a folder, if there is one, is the one that is `wanted`."""
     if not (folder / "log.jsonl").exists():
         return
     try:
         run = Run(folder)
     except UserError:
         return  # a damaged log: train.py looks at the checkpoint
-    check_settings(run, wanted, data, "OUT")
+    check_settings(run, wanted, here, "OUT")
 
 
 def check_settings(
-    run: Run, wanted: TrainConfig, data: str, variable: str, but: Set[str] = frozenset()
+    run: Run, wanted: TrainConfig, here: Here, variable: str, but: Set[str] = frozenset()
 ) -> None:
     """Check that a run has the settings `wanted`, today's code and the same data.
 
     Args:
-        data: fingerprint of the data that are here; "" if they cannot be read.
         variable: which names the place where it is.
         but: keys that are not compared.
 
     Raises ConfigError that names the first difference.
     """
-    here = code_digest()
-    if run.start.get("code", here) != here:
+    if run.start.get("code", here.code) != here.code:
         raise ConfigError(
             f"{run.name}: other code trained it than stands here: go on with that, or choose "
             f"another {variable}"
         )
     then = run.start.get("data")
-    if data and then and (difference := data_difference(then, data)):
+    if here.data and then and (difference := data_difference(then, here.data)):
         raise ConfigError(
             f"{run.name}: it was trained on other data ({difference}): choose another {variable}"
         )

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.errors import ConfigError, run_program
 from common.lock import FolderLock
 from data.documents import Document
-from data.prepare import SPLITS, Progress, ShardKeys, meta_of, remove_shards, write_splits
+from data.prepare import SPLITS, write_bytes_anew
 
 # Tests, installed packages, and `encodings`, whose files are mostly tables of code points.
 LEFT_OUT = {
@@ -52,14 +52,9 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"{argv[0]}: this script takes no settings")
     root = Path(sysconfig.get_paths()["stdlib"])
     folder = Path(__file__).resolve().parent
-    config = ShardKeys(out_dir=str(folder), tokenizer="bytes")
     with FolderLock(folder):
-        # Anew each time: another Python has another library.
-        remove_shards(folder, "stdlib")
-        progress = Progress(folder, {"tokenizer": "bytes"}, meta_of("bytes", iter(())))
         sources = {split: partial(documents, root, split) for split in SPLITS}
-        counts = write_splits(sources, "stdlib", config, progress)
-        progress.say(counts["val"] + counts["train"])
+        write_bytes_anew(folder, "stdlib", sources)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.errors import ConfigError, DataError, run_program
 from common.lock import FolderLock
 from data.documents import Document
-from data.prepare import SPLITS, Progress, ShardKeys, meta_of, remove_shards, write_splits
+from data.prepare import SPLITS, write_bytes_anew
 from data.stdlib import prepare as stdlib
 
 # Requirement -> SHA-256 of its wheel. torch is not among them: its wheel differs from index to
@@ -61,7 +61,7 @@ def fetch(folder: Path) -> list[Path]:
     return [wheels[hash] for hash in WHEELS.values()]
 
 
-def sources(wheels: list[Path]) -> Iterator[tuple[str, bytes]]:
+def files_of(wheels: list[Path]) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of each source file, in the order of wheels and names.
 
     Without tests, and without files that were seen before or validate as part of data/stdlib.
@@ -83,7 +83,7 @@ def documents(wheels: list[Path], split: str) -> Iterator[Document]:
     """Yield the documents of a split; for validation those of the standard library come first."""
     if split == "val":
         yield from stdlib.documents(Path(sysconfig.get_paths()["stdlib"]), "val")
-    for name, content in sources(wheels):
+    for name, content in files_of(wheels):
         is_val = zlib.crc32(name.encode()) % 40 == 0
         if is_val == (split == "val"):
             yield Document(content.decode(errors="replace"), "")
@@ -94,15 +94,10 @@ def main(argv: list[str]) -> None:
     if argv:
         raise ConfigError(f"{argv[0]}: this script takes no settings")
     folder = Path(__file__).resolve().parent
-    config = ShardKeys(out_dir=str(folder), tokenizer="bytes")
     with FolderLock(folder):
         wheels = fetch(folder)
-        # Anew each time: another Python has another library.
-        remove_shards(folder, "wheels")
-        progress = Progress(folder, {"tokenizer": "bytes"}, meta_of("bytes", iter(())))
-        reads = {split: partial(documents, wheels, split) for split in SPLITS}
-        counts = write_splits(reads, "wheels", config, progress)
-        progress.say(counts["val"] + counts["train"])
+        sources = {split: partial(documents, wheels, split) for split in SPLITS}
+        write_bytes_anew(folder, "wheels", sources)
 
 
 if __name__ == "__main__":
