@@ -10,6 +10,7 @@ of the repository, with toy models under the names that the pages use.
 """
 
 import importlib
+import os
 import re
 import shlex
 import shutil
@@ -327,7 +328,8 @@ def test_program_files_and_arguments_of_a_command(command, house, monkeypatch, r
 def check_script(program: str, environment: dict[str, str], words: list[str]) -> None:
     """The script prints its help, reads these variables and knows these modes; sweep.sh's keys are
     those of train.py."""
-    helped = subprocess.run(["bash", program, "--help"], capture_output=True, text=True)
+    python = os.environ | {"PYTHON": sys.executable}  # no .venv in this copy of the house
+    helped = subprocess.run(["bash", program, "--help"], env=python, capture_output=True, text=True)
     assert helped.returncode == 0 and Path(program).name in helped.stdout, helped.stderr
     source = Path(program).read_text()
     if program.endswith("sweep.sh"):
