@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from common.errors import ConfigError, one_line
 from common.norm_file import KEY as NORM_FILE
@@ -46,7 +47,7 @@ GRADIENT_BOUND = 1e-6
 STEPS = (1e-5, 1e-6, 1e-7)
 # For a norm that computes in float32 whatever it is given. With smaller steps the roundings of
 # float32 would be seen, not the gradient.
-SINGLE_STEP, SINGLE_BOUND = 1e-3, 1e-3
+SINGLE_STEPS, SINGLE_BOUND = (1e-3, 3e-4, 1e-4), 1e-3
 # Two spacings of the type: what is rounded more often, or adds up in the type itself, has more.
 LOW = {
     "bfloat16": (torch.bfloat16, 2 * torch.finfo(torch.bfloat16).eps),
@@ -58,6 +59,7 @@ ROW_SIZES = {"rows of zeros": 0.0, "rows of 1e-4": 1e-4, "rows of 1e4": 1e4}
 # Not float16: its gradients are scaled, and steps in which they overflow are skipped.
 ROW_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 APART_BOUND = 1e-6
+ALONE = "being alone"
 COMPILED_BOUND = 1e-5
 
 
@@ -220,7 +222,6 @@ class Worst:
         self.where = ""
 
     def add(self, error: float, where: str) -> None:
-        error = math.inf if math.isnan(error) else error
         if error > self.error or not self.where:
             self.error, self.where = error, where
 
@@ -282,8 +283,11 @@ class PlaceChecks:
         for here in self.distinct("streams", self.exact, STREAM, torch.float64):
             self.gradients.add(here, self.step)
             mixed = mixing(here)
-            worst = max(mixed, key=mixed.get)
-            self.apart.add(mixed[worst], f"{here.name}, by {worst}")
+            causes = [cause for cause, error in mixed.items() if error > APART_BOUND]
+            # A row alone has nothing of all the others: that says more only if nothing else does.
+            named = [cause for cause in causes if cause != ALONE] or causes
+            by = f", by {', '.join(named)}" if named else ""
+            self.apart.add(max(mixed.values()), f"{here.name}{by}")
 
     def check_low(self) -> None:
         """Check what is lost in 16 bits."""
@@ -337,21 +341,58 @@ class Gradients:
     def __init__(self) -> None:
         self.double = Worst("gradients", GRADIENT_BOUND)
         self.single = Worst("gradients", SINGLE_BOUND)
+        self.detaches = False
 
     def add(self, here: Reached, step: int) -> None:
-        for name, slope in slopes(here).items():
+        held = Held()
+        for name, slope in slopes(here, held).items():
             where = f"{here.name}, {name}, step {step}"
-            fine = min(slope.error(share) for share in slope.steps_until(GRADIENT_BOUND))
-            if fine > GRADIENT_BOUND and slope.is_rounded():
-                self.single.add(slope.error(SINGLE_STEP), where)
+            error = slope.smallest_error(STEPS, GRADIENT_BOUND)
+            if error > GRADIENT_BOUND and slope.is_rounded():
+                self.single.add(slope.smallest_error(SINGLE_STEPS, SINGLE_BOUND), where)
             else:
-                self.double.add(fine, where)
+                self.double.add(error, where)
+        self.detaches |= bool(held.values)
 
     def finding(self) -> Finding:
-        double, single = self.double.finding(), self.single.finding()
-        if not double.is_ok or not self.single.where:
-            return double
-        return single._replace(figure=f"{single.figure}; the norm computes in float32 at best")
+        found = self.double.finding()
+        notes = []
+        if found.is_ok and self.single.where:
+            found = self.single.finding()
+            notes.append("the norm computes in float32 where it is given float64")
+        if self.detaches:
+            notes.append("what it detaches is a constant")
+        return found._replace(figure="; ".join([found.figure, *notes]))
+
+
+class Held(TorchFunctionMode):
+    """Let `detach` return what it returned in the first pass.
+
+    A norm that detaches says that this is a constant in backward, so it is one in differences too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Tensor] = []
+        self.turn: int | None = None  # None in the first pass
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        self.turn = 0
+        with self:
+            yield
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        # Without gradients it is a forward of torch.autograd.Function, and says nothing.
+        if function is not torch.Tensor.detach or not torch.is_grad_enabled():
+            return found
+        if self.turn is None:
+            self.values.append(found.clone())
+            return found
+        self.turn += 1
+        # The first ones alone, should a norm detach more in another pass.
+        return self.values[self.turn - 1] if self.turn <= len(self.values) else found
 
 
 class Slope:
@@ -388,20 +429,26 @@ class Slope:
         error = abs(measured - self.slope) / max(self.length, abs(measured))
         return error if math.isfinite(error) else math.inf
 
-    def steps_until(self, bound: float) -> Iterator[float]:
-        """Yield steps until one has an error within the bound."""
-        for share in STEPS:
-            yield share
-            if self.error(share) <= bound:
-                return
+    def smallest_error(self, shares: tuple[float, ...], bound: float) -> float:
+        """Return the smallest error with these steps; the first one within the bound will do."""
+        errors = []
+        for share in shares:
+            errors.append(self.error(share))
+            if errors[-1] <= bound:
+                break
+        return min(errors)
 
     def is_rounded(self) -> bool:
         """Does the error come from roundings? Then it falls as the step grows."""
-        return self.error(SINGLE_STEP) < 0.1 * self.error(STEPS[-1])
+        return self.smallest_error(SINGLE_STEPS, 0.0) < 0.1 * self.error(STEPS[-1])
 
 
-def slopes(here: Reached) -> dict[str, Slope]:
-    """Return the gradient of each tensor at a place, with what it is compared with."""
+def slopes(here: Reached, held: Held) -> dict[str, Slope]:
+    """Return the gradient of each tensor at a place, with what it is compared with.
+
+    Args:
+        held: a new one, for what the norms detach.
+    """
     place = here.place
     names = ("stream", "sublayer", "statistic")
     tensors = {
@@ -425,13 +472,15 @@ def slopes(here: Reached) -> dict[str, Slope]:
         return sum((one * weight).sum() for one, weight in zip(outputs, weights, strict=True))
 
     def value() -> float:
-        with as_it_was(place), seeded():
-            return float(objective().detach())
+        with as_it_was(place), seeded(), held.replayed():
+            return objective().item()
 
     parameters = dict(place.named_parameters())
     moved = {**tensors, **parameters}
     with as_it_was(place), seeded():
-        found = torch.autograd.grad(objective(), [*moved.values()], allow_unused=True)
+        with held:
+            first = objective()
+        found = torch.autograd.grad(first, [*moved.values()], allow_unused=True)
     gradients = dict(zip(moved, found, strict=True))
     if gradients.get("statistic") is None:
         # Where a norm sends no gradient into the statistic of another one, it is meant so.
@@ -486,7 +535,8 @@ def largest_error(given: Tensor, exact: Tensor) -> float:
         return 0.0
     error = (given.double() - exact.double()).square().mean(-1).sqrt()
     size = exact.double().square().mean(-1).sqrt()
-    return float(torch.where(error == 0, 0, error / size.clamp(min=1e-12)).max())
+    share = float(torch.where(error == 0, 0, error / size.clamp(min=1e-12)).max())
+    return math.inf if math.isnan(share) else share
 
 
 class Finite:
@@ -577,7 +627,7 @@ def mixing(here: Reached) -> dict[str, float]:
             found["calls before it"] = largest_error(read(here), whole)
             last = (slice(-1, None), slice(-1, None))
             alone = [None if one is None else one[last] for one in here.inputs]
-            found["being alone"] = largest_error(place(*alone)[0], whole[last])
+            found[ALONE] = largest_error(place(*alone)[0], whole[last])
         finally:
             place.train()
     return found
