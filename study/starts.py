@@ -25,7 +25,8 @@ from training.dataloader import Blocks
 SEQUENCES, TOKENS = 4, 128  # of the batch, at most
 # A ratio between these is the baseline's scale.
 LEAST, MOST = 0.95, 1.05
-ROUNDS = 3  # in which a gain is looked for: where the stream has gains in it, one is not enough
+ROUNDS = 5  # in which a gain is looked for: one is enough where the gain multiplies the ratio
+LEAST_SLOPE = 0.05  # of log ratio over log gain; a norm below it does not take its gain from there
 
 
 class Start(NamedTuple):
@@ -70,7 +71,7 @@ def matched_gain(found: list[Start], config: TrainConfig) -> float | None:
     """Return the `initial_gain` with which the median of the ratios is 1.
 
     Returns:
-        None if each ratio is 1 within 5 %, if the arm has gains of its own for each place, and if
+        None if each ratio is 1 within 5 %, if the arm has gains of its own for each place, or if
         its norms do not take theirs from `initial_gain`.
     """
     inputs = [start for start in found if start.is_input]
@@ -78,17 +79,22 @@ def matched_gain(found: list[Start], config: TrainConfig) -> float | None:
         return None
     if isinstance(config.initial_gain, tuple) or not config.has_gain:
         return None
-    gain, ratio = config.initial_gain, median_ratio(inputs)
+    ratio = median_ratio(inputs)
+    if not (config.initial_gain > 0 and 0 < ratio < math.inf):
+        return None
+    # In logarithms, where a scale-invariant norm is a line of slope 1: a secant finds the zero.
+    last, size = math.log(config.initial_gain), math.log(ratio)
+    slope = 1.0
     for _ in range(ROUNDS):
-        if not (gain > 0 and 0 < ratio < math.inf):
-            return None
-        gain /= ratio
-        rms = output_rms(dataclasses.replace(config, initial_gain=gain))
-        before, ratio = ratio, median_ratio([one._replace(rms=rms[one.place]) for one in inputs])
+        gain = last - size / slope
+        rms = output_rms(dataclasses.replace(config, initial_gain=math.exp(gain)))
+        ratio = median_ratio([start._replace(rms=rms[start.place]) for start in inputs])
         if LEAST <= ratio <= MOST:
-            return gain
-        if math.isclose(before, ratio, rel_tol=1e-3):  # it does not act
-            return None
+            return math.exp(gain)
+        slope = (math.log(ratio) - size) / (gain - last)
+        last, size = gain, math.log(ratio)
+        if slope < LEAST_SLOPE:
+            break
     return None
 
 
@@ -103,7 +109,7 @@ def output_rms(config: TrainConfig) -> dict[str, float]:
     The model is as in the forward pass of the first step, but for dropout.
     """
     config, meta = with_vocabulary(config, read_meta(config.data_dir))
-    # By all means the scaled stream: a folded block applies the scale elsewhere.
+    # A folded block would apply the scale elsewhere.
     plain = {"dropout": 0.0, "recompute": False, "coupled_impl": "scale", "kernels": "torch"}
     config = dataclasses.replace(config, **plain)
     model = GPT(config, config.seed)

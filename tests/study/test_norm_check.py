@@ -1,4 +1,4 @@
-"""The checks of a norm before it is trained: each planted fault is found, and no sound norm refused.
+"""The checks of a norm before it is trained: each planted fault is found, no sound norm refused.
 
 python -m pytest tests/study/test_norm_check.py
 """
@@ -32,7 +32,7 @@ class {name}(Norm):
         return self.affine(wide / size, h.dtype), None
 """
 MEAN = "wide.abs().mean(-1, keepdim=True) + self.eps"
-# A statistic that runs over steps, as a norm should have it: a buffer that stands still in eval mode
+# A statistic that runs over steps, as a norm should have it: buffers that stand still in eval mode
 RUNNING = """
 class Running(Norm):
     def __init__(self, *args, **keys):
@@ -99,7 +99,7 @@ class WrongBackward(Norm):
     def forward(self, h, inv_rms=None):
         return self.affine(_Function.apply(h.to(statistics_dtype(h)), self.eps), h.dtype), None
 """
-# The size is right at the first step, and its gradient until the last quarter of the run.
+# Right until the last step of the run.
 LATER = """
 class Later(Norm):
     is_late = False
@@ -112,7 +112,7 @@ class Later(Norm):
         return self.affine(wide / size, h.dtype), None
 
     def set_step(self, step, max_iters):
-        self.is_late = step > 0.75 * max_iters
+        self.is_late = step == max_iters
         return []
 """
 IN_LOW_PRECISION = """
@@ -332,7 +332,7 @@ def test_a_norm_that_ignores_its_gain_cannot_be_matched(arm, tiny_data):
 
 
 def test_output_norms_and_that_of_the_embeddings_have_a_scale(tiny_data):
-    """They are found where they are one kernel with the sum, too; a place without a norm has none."""
+    """Also where they are one kernel with the sum; a place without a norm has none."""
     found = starts(*(config_of(tiny_data, norm_type=name) for name in ("peri", "peri")))
     assert len(found) == 5 + 4 + 1
     assert all(start.ratio == 1 and start.rms == pytest.approx(1, rel=0.05) for start in found)
@@ -341,12 +341,12 @@ def test_output_norms_and_that_of_the_embeddings_have_a_scale(tiny_data):
 
 
 def test_a_norm_without_scale_invariance_is_matched_in_turns(tiny_data):
-    """The stream itself has the gains in it: tanh(h / 2) is far from h / RMS(h)."""
+    """The gains of earlier places are in the stream, and so in what tanh(h / 2) gives."""
     config = config_of(tiny_data, norm_type="dyt", norm_recipe="common")
     baseline = config_of(tiny_data, norm_type="rms")
     found = starts(config, baseline)
     gain = matched_gain(found, config)
-    assert gain > 1.5
+    assert gain > 2
     again = starts(
         config_of(tiny_data, norm_type="dyt", norm_recipe="common", initial_gain=gain), baseline
     )
