@@ -45,7 +45,7 @@ from study.prepare import (
 )
 from study.stages import Stopped, Training, judge_arms, screen_arms
 from study.sweep import command as start_of_train
-from study.sweep import gpus_of_workers, machine_here, pin_norm_file
+from study.sweep import gpus_of_workers, machine_here, pin_norm_file, variable
 from study.verdict import read_outcome
 from study.workers import STOPPED
 
@@ -95,7 +95,7 @@ def training_of(config: JudgeConfig, asked: Asked, study: str) -> Training:
         common.append(f"--jobs={jobs}")
     share = asked.config.min_lr / asked.config.learning_rate
     return Training(
-        command=start_of_train(sys.executable, config.nproc),
+        command=start_of_train(variable("PYTHON", sys.executable), config.nproc),
         common=tuple(common),
         hellaswag=config.hellaswag,
         gpus=gpus_of_workers(config.nproc, jobs),

@@ -8,6 +8,7 @@ stopped, and several workers on one folder need no message to one another.
 """
 
 import math
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from .rates import FIRST, SECOND, Screen
 from .workers import STOPPED, Job, Sweep, state_of
 
 SCREENING, JUDGED = "rates", "verdict"  # folders
+RUN_FOLDER = re.compile("(.+)-([0-9]+)")  # arm and seed
 WAIT = 5.0  # seconds between two looks at runs that other workers train
 
 
@@ -145,6 +147,17 @@ def judge_arms(out: Path, record: Record, training: Training) -> None:
         train(runs, out / JUDGED, training, common)
 
 
+def not_over(runs: list[PlannedRun], folder: Path) -> list[PlannedRun]:
+    """Return the runs that are not over. One may have been moved away since it was."""
+    return [run for run in runs if not state_of(folder / run.name).is_over]
+
+
+def runs_in(folder: Path) -> list[PlannedRun]:
+    """Return all runs in the folder of a stage; they are compared with one another."""
+    found = (RUN_FOLDER.fullmatch(path.name) for path in folder.iterdir())
+    return [PlannedRun(Arm(name[1], ()), int(name[2])) for name in found if name]
+
+
 def train(
     runs: list[PlannedRun], folder: Path, training: Training, common: tuple[str, ...]
 ) -> None:
@@ -159,21 +172,19 @@ def train(
         machine=training.machine,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    left = [run for run in runs if not state_of(folder / run.name).is_over]
     waiting = ""
-    while left:
-        sweep = Sweep(job, left, set())
+    while left := not_over(runs, folder):
+        sweep = Sweep(job, left, set(), runs_in(folder))
         code = sweep.run(training.jobs)
         if code == STOPPED:
             raise Stopped
-        left = [run for run in left if not state_of(folder / run.name).is_over]
         others = sweep.left_to_others()
-        if failed := [run.name for run in left if run.name not in others]:
+        if failed := [run.name for run in not_over(left, folder) if run.name not in others]:
             raise UserError(
                 f"{folder / failed[0]}: the run failed (see train.txt in it): put that right, and "
                 "repeat the command"
             )
-        if left:
+        if others:
             said = f"others are training: {' '.join(others)}"
             if said != waiting:
                 print(said, flush=True)
