@@ -21,6 +21,7 @@ from common.code_digest import code_digest
 from common.environment import environment
 from common.errors import ConfigError, UserError
 from common.stats import ALPHA, decide, paired
+from evidence import archive
 from evidence.comparison import with_error
 from norm_plan import NORMS, keys_of
 from norm_types import NORM_TYPES
@@ -44,6 +45,7 @@ ARMS = {
     "rms": (1.5, 6e-3, 0.03),
     "peri": (1.45, 3e-3, 0.03),
     "layer": (1.5, 9e-3, 0.03),
+    "cbwc": (1.53, 6e-3, 0.03),
     "MeanAbs": (1.6, 4e-3, 0.03),
     "MeanAbs matched": (1.5, 6e-3, 0.03),
 }
@@ -180,6 +182,22 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
+def test_the_page_is_made_again_also_from_archives(world):
+    """Without arms nothing is trained. An archive holds what the run folders held."""
+    world.judge("rms peri", "--seeds=3")
+    whole, runs = world.report(), world.trained()
+    for stage in ("rates", "verdict"):
+        archive.add(world.out / f"{stage}.tar.xz", *sorted((world.out / stage).glob("*")))
+        shutil.rmtree(world.out / stage)
+    (world.out / "report.md").unlink()
+    assert judge.main([f"--out={world.out}"]) == 0
+    assert world.report() == whole
+    world.judge("rms peri")
+    assert world.report() == whole and world.trained() == runs
+    with pytest.raises(ConfigError, match="no study is there"):
+        judge.main([f"--out={world.folder / 'none'}"])
+
+
 def test_a_run_that_is_lost_is_made_again(world):
     world.judge("rms peri", "--seeds=3")
     whole, runs = world.report(), world.trained()
@@ -212,18 +230,18 @@ def test_an_arm_that_comes_later_is_tested_alone(world, capsys):
     study = read_record(world.out).declaration.study
     before = world.report()
     capsys.readouterr()
-    world.judge("rms peri layer")
+    world.judge("rms peri cbwc")
     said = capsys.readouterr().out
-    assert "layer: no difference" in said
+    assert "cbwc ends higher than rms: +0.0" in said
     assert "it came after the verdict and is tested alone" in said
     record = read_record(world.out)
     assert record.declaration.study == study
-    assert [judged.text for judged in record.later[0].arms] == ["layer"]
+    assert [judged.text for judged in record.later[0].arms] == ["cbwc"]
     old = next(line for line in before.splitlines() if line.startswith("| peri | better"))
     assert old in world.report() and "after the verdict" in world.report()
     runs = world.trained()
     (world.out / "judge.json").unlink()
-    world.judge("rms peri layer")
+    world.judge("rms peri cbwc")
     assert read_record(world.out).later[0].arms == record.later[0].arms
     assert world.trained() == runs
 
