@@ -9,12 +9,14 @@ trains a small one twice.
 import contextlib
 import dataclasses
 import math
+import multiprocessing
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from common.errors import ConfigError, one_line
+from common.errors import ConfigError, UserError, one_line
 from common.norm_file import KEY as NORM_FILE
+from common.norm_file import NormFile
 from data.shards import read_meta
 from evidence.runs import Run
-from model import GPT
-from norm_files import line_of
+from model import GPT, GPTConfig
+from norm_files import add_norms, line_of
 from norm_plan import NormPlan
 from norms import Place
 from training.checkpoint import LAST, read_checkpoint
@@ -35,6 +38,7 @@ from training.choices import has_compiler, with_vocabulary
 from training.config import TrainConfig
 
 from .starts import EMBEDDINGS, place_names
+from .traffic import bytes_of_arm, check_countable
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH, TOKENS = 3, 4  # of the streams that the places read
@@ -75,6 +79,9 @@ class Size(NamedTuple):
     """What a model of the arm takes."""
 
     parameters: int
+    # that the norms and adds of one more block move in training; None if they cannot be counted
+    bytes_a_token: float | None
+    problem: str  # why they cannot; ""
 
 
 def check_arm(config: TrainConfig, words: list[str]) -> list[Finding]:
@@ -92,10 +99,33 @@ def check_arm(config: TrainConfig, words: list[str]) -> list[Finding]:
 
 
 def size_of(config: TrainConfig) -> Size:
-    """Return what a model of the arm takes. No weights are made."""
+    """Return what a model of the arm takes. No weights are made, and no GPU is needed."""
     config, _ = with_vocabulary(config, read_meta(config.data_dir))
     with torch.device("meta"):
-        return Size(GPT(config).num_params())
+        parameters = GPT(config).num_params()
+    try:
+        check_countable(config)
+    except UserError as error:
+        return Size(parameters, None, str(error))
+    shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
+    # Fresh: a fork would have this process's threads.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        job = pool.submit(count_bytes, config.type.source, shape, config.batch_size)
+        return Size(parameters, *job.result())
+
+
+def count_bytes(
+    source: NormFile | None, shape: dict[str, Any], sequences: int
+) -> tuple[float | None, str]:
+    """Count, in a process of its own, the bytes a token of a GPTConfig, or say what prevents it."""
+    if source is not None:
+        add_norms(source)
+    config = GPTConfig(**shape)
+    try:
+        return bytes_of_arm(config, sequences), ""
+    except Exception as error:
+        is_said = isinstance(error, UserError)
+        return None, one_line(str(error)) if is_said else where_it_failed(error, config)
 
 
 # ------------------------------------------------------------------------------ places, and streams
@@ -307,7 +337,7 @@ class PlaceChecks:
         return [check.finding() for check in checks]
 
 
-def where_it_failed(error: Exception, config: TrainConfig) -> str:
+def where_it_failed(error: Exception, config: GPTConfig) -> str:
     """Say in a line what a norm raised."""
     source = config.type.source
     where = f"{source.path}:{line_of(error, source)}: " if source else ""

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError
+from common.errors import ConfigError, UserError
 from model import GPT, Attention, GPTConfig, make_block
 from norm_plan import NormPlan
 
@@ -213,6 +213,9 @@ def bytes_of_one_block(config: GPTConfig, tokens: int) -> float:
     return (total(found, config.n_embd) - closing.bytes_moved) / tokens
 
 
+COMPARED = (3, 2)  # blocks of the models whose difference is one more block
+
+
 def bytes_of_one_more_block(
     config: GPTConfig,
     tokens: int,
@@ -229,7 +232,7 @@ def bytes_of_one_more_block(
     """
     idx = torch.zeros(tokens // config.block_size, config.block_size, dtype=torch.int64)  # (B, T)
     found = []
-    for blocks in (3, 2):
+    for blocks in COMPARED:
         model = GPT(dataclasses.replace(config, n_layer=blocks, vocab_size=64, n_vocab=0))
         for table in filter(None, (model.wte, model.wpe)):
             # gradients of embeddings are atomic adds, whose bytes cannot be counted
@@ -241,3 +244,48 @@ def bytes_of_one_more_block(
         three, two = (total(step, config.n_embd, *figure) for step in found)
         rows.append((three - two) / tokens)
     return rows
+
+
+# ------------------------------------------------------------------------------------ one arm alone
+
+
+def bytes_of_arm(config: GPTConfig, sequences: int) -> float:
+    """Return the bytes per token that the norms and adds of one more block move.
+
+    A block in the middle of the arm's plan, in train.py's model with the arm's residual stream. To
+    be called in a process of its own: inductor is told of a GPU, and remembers some of it.
+
+    Args:
+        config: of the arm.
+        sequences: of a micro-batch.
+
+    Raises:
+        UserError: they cannot be counted: check_countable finds no reason, and inductor does.
+    """
+    plain = dataclasses.replace(config, dropout=0.0, recompute=False, kernels="torch")
+    tokens = max(2, sequences) * config.block_size  # of one sequence rows could be channels
+    (found,) = bytes_of_one_more_block(plain, tokens, [(1, False)])
+    return found
+
+
+def check_countable(config: GPTConfig) -> None:
+    """Raise UserError for an arm of which the bytes of one block say nothing."""
+    if config.inner <= config.n_embd:
+        raise UserError(
+            f"n_inner={config.inner} is not above n_embd={config.n_embd}: norms cannot be told "
+            "from the MLP"
+        )
+    plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
+    # The first one may lack what a block before it gives.
+    places = range(2, 2 * config.n_layer, 2)
+    blocks = {plan.letters[at : at + 2] + plan.outputs[at : at + 2] for at in places}
+    if len(blocks) > 1:
+        raise UserError(f"the blocks of {plan} are not alike")
+    try:
+        for n_layer in COMPARED:
+            NormPlan(config, n_layer, config.n_embd, config.bias)
+    except ConfigError:
+        raise UserError(
+            f"its plan, or its numbers, are for {config.n_layer} blocks, and models of "
+            f"{' and '.join(map(str, COMPARED))} are compared"
+        ) from None

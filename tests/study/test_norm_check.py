@@ -3,14 +3,17 @@
 python -m pytest tests/study/test_norm_check.py
 """
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 from warm_python import warm_python
 
 from norm_files import take_norm_file
 from norm_types import NORM_TYPES
+from study import cuda_codegen
 from study.norm_check import check_arm, check_compiled, check_places, check_resumed, size_of
 from study.starts import matched_gain, starts
 from training.choices import has_compiler
@@ -32,27 +35,7 @@ class {name}(Norm):
         return self.affine(wide / size, h.dtype), None
 """
 MEAN = "wide.abs().mean(-1, keepdim=True) + self.eps"
-# A statistic that runs over steps, as a norm should have it: buffers that stand still in eval mode
-RUNNING = """
-class Running(Norm):
-    def __init__(self, *args, **keys):
-        super().__init__(*args, **keys)
-        self.size = StepMean(1)
-
-    def forward(self, h, inv_rms=None):
-        wide = h.to(statistics_dtype(h))
-        own = wide.abs().mean(-1, keepdim=True)  # (B, T, 1)
-        if self.training:
-            self.size.add(own.detach().flatten(0, -2))
-        known = self.size.value()  # (1,), 0 before the first step
-        size = torch.where(known > 0, (own + known) / 2, own) + self.eps
-        return self.affine(wide / size, h.dtype), None
-
-    def set_step(self, step, max_iters):
-        self.size.update()
-        return []
-"""
-# The same in attributes: a checkpoint has none of them.
+# A statistic that runs over steps, in attributes: a checkpoint has none of them.
 FORGETS = """
 class Forgets(Norm):
     known = None
@@ -137,6 +120,12 @@ class Raises(Norm):
 """
 
 
+def running() -> str:
+    """The norm with a running statistic that docs/norms.md shows."""
+    page = (ROOT / "docs/norms.md").read_text()
+    return re.search(r"```python\n(from taper import StepMean.*?)```", page, re.DOTALL)[1]
+
+
 def formula(name: str, size: str) -> str:
     return FORMULA.format(name=name, size=size)
 
@@ -147,7 +136,7 @@ SOUND = {
     "Largest": formula("Largest", "wide.abs().amax(-1, keepdim=True) + self.eps"),
     "Detached": formula("Detached", f"({MEAN}).detach()"),
     "Single": formula("Single", "h.float().abs().mean(-1, keepdim=True) + self.eps"),
-    "Running": RUNNING,
+    "Running": running(),
 }
 # class -> its text, what finds it, words of the figure
 FAULTS = {
@@ -263,7 +252,7 @@ def test_without_a_compiler_nothing_is_compiled(tiny_data, monkeypatch):
 def test_all_checks_of_a_running_statistic(arm, monkeypatch):
     """The arm is at a shape that the run that is resumed does not have."""
     monkeypatch.setattr("sys.executable", warm_python())
-    config, words = arm(RUNNING, "Running", n_layer=3, dropout=0.1, norm_plan="rr rr rr R")
+    config, words = arm(running(), "Running", n_layer=3, dropout=0.1, norm_plan="rr rr rr R")
     findings = check_arm(config, words)
     assert not failed(findings)
     assert [found.what for found in findings[-2:]] == ["compiled", "resumed"]
@@ -284,11 +273,30 @@ def test_a_run_that_fails_is_told_by_its_last_line(arm, monkeypatch):
     assert not found.is_ok and "AttributeError" in found.figure
 
 
-def test_parameters(tiny_data):
-    with_gains, without = (
-        size_of(config_of(tiny_data, norm_type="rms", norm_gain=gain)) for gain in ("plain", "none")
+@pytest.mark.skipif(bool(cuda_codegen.supported()), reason=cuda_codegen.supported() or "can run")
+def test_what_a_norm_of_a_file_moves(arm):
+    """float32 streams: each of the two norms and adds of a block passes some eight times over."""
+    config, _ = arm(SOUND["MeanAbs"], "MeanAbs", batch_size=2)
+    size = size_of(config)
+    assert size.problem == "" and 2 * 6 * 4 * 64 < size.bytes_a_token < 2 * 12 * 4 * 64
+
+
+# what has no figure -> keys, a word of the reason, gains of the model
+UNCOUNTED = {
+    "a narrow MLP": ({"norm_type": "rms", "n_inner": 64}, "n_inner=64", 5),
+    "a mixture": ({"norm_type": "mixln", "n_layer": 4}, "not alike", 9),
+    "a plan": ({"norm_type": "rms", "n_layer": 4, "norm_plan": "RR" * 4 + "R"}, "for 4 blocks", 9),
+}
+
+
+@pytest.mark.parametrize("case", UNCOUNTED)
+def test_what_cannot_be_counted_is_said(tiny_data, case):
+    keys, words, gains = UNCOUNTED[case]
+    size, without = (
+        size_of(config_of(tiny_data, norm_gain=gain, **keys)) for gain in ("plain", "none")
     )
-    assert with_gains.parameters - without.parameters == 5 * 64
+    assert size.bytes_a_token is None and words in size.problem
+    assert size.parameters - without.parameters == gains * 64
 
 
 # ------------------------------------------------------------------------------- the scale at first
