@@ -247,13 +247,13 @@ def test_the_first_place_of_a_kind_stands_for_all(arm):
 def test_a_norm_that_is_no_graph_is_found(arm):
     config, _ = arm(BRANCHES, "Branches")
     assert not failed(check_places(config))
-    (found,) = check_compiled(config)
+    found = check_compiled(config)
     assert not found.is_ok and "a_norm.py:" in found.figure and found.figure.isprintable()
 
 
 def test_without_a_compiler_nothing_is_compiled(tiny_data, monkeypatch):
     monkeypatch.setattr("study.norm_check.has_compiler", lambda: False)
-    (found,) = check_compiled(config_of(tiny_data, norm_type="rms"))
+    found = check_compiled(config_of(tiny_data, norm_type="rms"))
     assert found.is_ok and found.figure.startswith("not checked: ")
 
 
