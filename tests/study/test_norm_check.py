@@ -410,6 +410,20 @@ def test_a_norm_that_ignores_its_gain_cannot_be_matched(arm, tiny_data):
     assert found[0].ratio > 1.2 and matched_gain(found, config) is None
 
 
+def test_one_gain_is_not_set_for_single_places(arm, tiny_data):
+    """Two of five places start at 0.8 of the others, and the median is 1."""
+    text = (
+        "class Uneven(RMSNorm):\n    @classmethod\n    def of_plan(cls, plan, number):\n"
+        "        keys = plan.common(number)\n"
+        "        return cls(**keys | {'initial': 0.8 if number < 2 else keys['initial']})\n"
+    )
+    config, _ = arm(text, "Uneven")
+    found = starts(config, config_of(tiny_data, norm_type="rms"))
+    assert [round(start.ratio, 2) for start in found] == [0.8, 0.8, 1, 1, 1]
+    assert matched_gain(found, config) is None
+    assert matched_gain([], config) is None
+
+
 def test_output_norms_and_that_of_the_embeddings_have_a_scale(tiny_data):
     """Also where they are one kernel with the sum; a place without a norm has none."""
     found = starts(*(config_of(tiny_data, norm_type=name) for name in ("peri", "peri")))
