@@ -236,10 +236,13 @@ def _other_sums(source: GPT, model: GPT, weights: dict[str, Tensor]) -> list[str
     return [name for name in weights if name.startswith(tuple(other))]
 
 
+def _has_learned_scale(model: GPT) -> bool:
+    return model.norm_e is not None and isinstance(model.norm_e.norm, LearnedScale)
+
+
 def _check_learned_scale(source: GPT, model: GPT, spec: str) -> None:
     """Raise CheckpointError if only one of the two scales its embeddings by a learned number."""
-    own = isinstance(model.norm_e and model.norm_e.norm, LearnedScale)
-    theirs = isinstance(source.norm_e and source.norm_e.norm, LearnedScale)
+    own, theirs = _has_learned_scale(model), _has_learned_scale(source)
     if own != theirs:
         one, other = ("this run", spec) if own else (spec, "this run")
         raise CheckpointError(

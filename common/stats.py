@@ -330,7 +330,9 @@ def decide(
         # Holm multiplied p by p_holm / p, so this arm was tested at ALPHA times p / p_holm.
         alpha = ALPHA * p / p_holm if p_holm else ALPHA
         is_gain = (estimate.mean < 0) == lower_is_better
-        direction = (BETTER if is_gain else WORSE) if p_holm < ALPHA else NO_DIFFERENCE
+        direction = NO_DIFFERENCE
+        if p_holm < ALPHA:
+            direction = BETTER if is_gain else WORSE
         margin = OPEN if delta else ""
         if delta and p_tost < ALPHA:
             margin = WITHIN

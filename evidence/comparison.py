@@ -191,24 +191,25 @@ class Comparison:
         parts = [
             f"{self.name}: {self.word}: {self.show(self.estimate.mean)}{unit}{tokens} "
             f"against {short_name(self.baseline)} over {len(self.seeds)} seeds, "
-            f"Holm interval {self.show_interval(self.verdict.interval)}",
-            self.not_judged
-            or self.no_verdict
-            or (
-                ""
-                if len(self.seeds) > FEW
-                else "so few pairs decide only if differences are normal"
-            ),
+            f"Holm interval {self.show_interval(self.verdict.interval)}"
         ]
-        if self.word.startswith(NO_DIFFERENCE) and self.verdict.margin != WITHIN and self.needed:
+        is_judged = not (self.not_judged or self.no_verdict)
+        # Neither a direction nor that the difference lies within the margin
+        is_open = self.verdict.direction == NO_DIFFERENCE and self.verdict.margin != WITHIN
+        if not is_judged:
+            parts.append(self.not_judged or self.no_verdict)
+        elif not is_open and len(self.seeds) <= FEW:
+            parts.append(
+                f"from {len(self.seeds)} pairs this follows only if differences are normal: repeat "
+                "it with a new set of more seeds"
+            )
+        elif is_open and self.needed:
+            what = "this difference"
+            if self.delta:
+                what += ", or that it is within the margin,"
             # A new set: who adds seeds until a verdict appears gets false ones. And at least one
             # more, for the seeds that are there have not decided.
             needed = max(self.needed, len(self.seeds) + 1)
-            what = (
-                "this difference, or that it is within the margin,"
-                if self.delta
-                else "this difference"
-            )
             parts.append(f"to show {what} takes a new set of {needed} seeds")
         if self.delta:
             parts.append(f"the {self.delta_kind} margin is {self.show(self.delta, sign=False)}")
@@ -217,20 +218,19 @@ class Comparison:
                 f"conditional on this text: {self.show_interval((self.text.low, self.text.high))} "
                 f"when one of its {self.text.documents} documents is left out"
             )
-        return "; ".join(part for part in parts if part) + "."
+        return "; ".join(parts) + "."
 
 
 def like_baseline(arms: Arms, baseline: str, but: tuple[str, ...] = ()) -> Arms:
     """Return each arm's runs with the settings of the baseline's; the keys `but` may differ."""
     first = next(run for run in arms[baseline].values() if not run.problem())
-    return {
-        arm: {
-            seed: run
-            for seed, run in its.items()
-            if not difference_in_settings(run, first, BY_SEED + but)
-        }
-        for arm, its in arms.items()
-    }
+    alike: Arms = {}
+    for arm, its in arms.items():
+        alike[arm] = {}
+        for seed, run in its.items():
+            if not difference_in_settings(run, first, BY_SEED + but):
+                alike[arm][seed] = run
+    return alike
 
 
 def arms_called(arms: Arms, name: str) -> list[str]:

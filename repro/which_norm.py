@@ -313,9 +313,11 @@ class Curve:
         """
         first, second = PLAN["rates"]["seeds"]
         pairs = [found[second] - found[first] for found in self.losses.values() if second in found]
-        shift = np.mean([pair for pair in pairs if math.isfinite(pair)] or [0.0])
-        found = self.losses[rate]
-        values = [loss - shift * (seed == second) for seed, loss in found.items()]
+        finite = [pair for pair in pairs if math.isfinite(pair)]
+        shift = np.mean(finite) if finite else 0.0
+        values = []
+        for seed, loss in self.losses[rate].items():
+            values.append(loss - shift if seed == second else loss)
         return float(np.mean(values))
 
     @functools.cached_property

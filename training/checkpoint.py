@@ -538,16 +538,17 @@ def load_weights(
     own = model.state_dict()
     weights = {name: cut(tensor, own.get(name)) for name, tensor in weights.items()}
     for name, tensor in weights.items():
-        if name in own and own[name].shape != tensor.shape:
+        if name not in own:
+            continue
+        if own[name].shape != tensor.shape:
+            hint = ""
+            if free and name == "wte.weight":
+                hint = ": tokenise the data with its tokenizer"
             raise CheckpointError(
                 f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here"
-                + (
-                    ": tokenise the data with its tokenizer"
-                    if free and name == "wte.weight"
-                    else ""
-                )
+                f"{hint}"
             )
-        if name in own and own[name].is_floating_point() != tensor.is_floating_point():
+        if own[name].is_floating_point() != tensor.is_floating_point():
             raise CheckpointError(
                 f"{path}: {name} is {tensor.dtype} there, {own[name].dtype} here: "
                 "use another checkpoint"
