@@ -21,6 +21,7 @@ import pytest
 from helpers import ROOT
 
 import report
+from common import past
 from common.errors import UserError
 from common.stats import ALPHA, detectable_effect, power_of_tost
 from evidence import archive, published, runs
@@ -277,7 +278,7 @@ def test_old_logs_keep_their_arms():
     old = committed("table1")[0]
     for field in dataclasses.fields(TrainConfig):
         if field.name not in {*old.config, *runs.NAMES, *NormConfig.__dataclass_fields__}:
-            assert runs.BEFORE_THE_KEY[field.name] == field.default
+            assert past.BEFORE_THE_KEY[field.name] == field.default
     newer = Run(old.path, old.files)
     for key, value, message in (
         ("residual", "float32", ""),
@@ -311,7 +312,7 @@ def test_a_default_that_changed_makes_no_arm_of_two_norms(tmp_path):
     [("rms", "rms", 0.5), ("taper", "taper --taper_warmup=0.1", 0.1)],
 )
 def test_an_old_default_of_another_norm_type_makes_no_arm(tmp_path, norm_type, arm, today):
-    keys = runs.OLD_NORM_KEYS[""] | runs.OLD_NORM_KEYS.get(norm_type, {})
+    keys = past.OLD_NORM_KEYS[""] | runs.OLD_NORM_KEYS.get(norm_type, {})
     folder = write_run(tmp_path, norm_type, 8, start={"norm_keys": keys})
     run = Run(change_log(folder, '"taper_warmup": 0.5', '"taper_warmup": 0.1'))
     assert run.config["taper_warmup"] == 0.1 and run.arm == arm
