@@ -28,8 +28,7 @@ Each position has one letter. Sections at the end that are all I are left out.
 So CoupledNorm is not a special block: it is a plan in which some positions share. Numbers, such as
 a residual weight, and norms within attention are keys: `NormPlan.notes` prints them beside it.
 
-To add a norm type: its class goes into norms.py, its letter into NORMS at the end of this file, its
-row into NORM_TYPES (norm_types.py). See DynamicTanh, D and dyt for an example.
+To add a norm type: docs/norms.md says how.
 """
 
 import difflib
