@@ -73,16 +73,13 @@ Holm interval belongs to the step at which Holm tested that arm; beside it stand
 interval. Arms are corrected for, metrics are not: val_loss_full is the one to decide by, the loss
 over every token of the val split, and val_loss where runs do not have it. Both are conditional on
 their text: intervals cover other seeds, not other texts; the range "without one document" says what
-a single one of its documents does. The sign-flip permutation test and the BCa bootstrap stand
-beside and decide nothing. HellaSwag differences are paired item by item within each seed, and their
-t error counts both seeds and items as samples; sign-flip and bootstrap count seeds alone there.
-Detectable: the smallest true difference that these seeds find with 80 % power, corrected for the
-number of arms; power within: the power to show "within the margin" at a true difference of zero
-with the observed SD; needed: seeds that show a difference, or that it lies within the margin, if
-the true difference is the observed one (80 % power): a new set of them, because adding seeds until
-a verdict appears gives false ones; not known from fewer than four pairs. tok_per_s is compared as a
-ratio. val_loss_equal_time is the loss that an arm would have after its baseline's time instead of
-its tokens."""
+a single one of its documents does. HellaSwag differences are paired item by item within each seed,
+and their t error counts both seeds and items as samples. Detectable: the smallest true difference
+that these seeds find with 80 % power, corrected for the number of arms; power within: the power to
+show "within the margin" at a true difference of zero with the observed SD; needed: seeds that show
+a difference, or that it lies within the margin, if the true difference is the observed one (80 %
+power): a new set of them, because adding seeds until a verdict appears gives false ones; not known
+from fewer than four pairs. tok_per_s is compared as a ratio."""
 
 ALONE = """\
 Nothing is compared, for no arm has two pairs. A pair differs in the norm alone: same seed, same
@@ -166,8 +163,6 @@ def test_cells(row: Comparison) -> dict[str, Any]:
         "p Holm": f"{row.verdict.p_holm:.3g}",
         "p TOST (margin)": tost_cell(row),
         "p beyond": f"{row.verdict.p_beyond:.3g}" if row.delta else "",
-        "p sign-flip": f"{row.sign_flip:.3g}",
-        "BCa 95 %": row.show_interval(row.bootstrap),
         "detectable": row.show(row.detectable, sign=False),
         "power within": number(row.power_within, 2) if row.delta else "",
         "needed": row.needed or "n/a",
@@ -198,9 +193,6 @@ def csv_cells(row: Comparison) -> dict[str, Any]:
         "p_beyond": row.verdict.p_beyond,
         "delta": row.delta,
         "delta_kind": row.delta_kind,
-        "p_sign_flip": row.sign_flip,
-        "low_bca": row.bootstrap[0],
-        "high_bca": row.bootstrap[1],
         "detectable": row.detectable,
         "power_within": row.power_within,
         "seeds_needed": row.needed,

@@ -13,19 +13,16 @@ from common.stats import (
     WITHIN,
     Estimate,
     Verdict,
-    bca_interval,
     crossed,
     decide,
     detectable_effect,
     paired,
     power_of_tost,
     seeds_needed,
-    sign_flip_p,
 )
 from evidence.names import short_name
 from evidence.runs import METRICS, RULES, Metric, Run, difference_in_settings, item_differences
 
-EQUAL_TIME = Metric("val_loss_equal_time", "nats per token", True)
 FEW = 3  # pairs, of which the spread is hardly known
 CHANCE = 0.25  # accuracy of a guess in HellaSwag: one of four endings
 NOT_JUDGED = "not judged"
@@ -142,16 +139,6 @@ class Comparison:
         if self.metric.name.startswith("hellaswag") or len(self.seeds) <= FEW:
             return None
         return seeds_needed(self.estimate.mean, self.delta, self.sd, ALPHA / self.n_arms)
-
-    @cached_property
-    def sign_flip(self) -> float:
-        """p of the sign-flip permutation test; it decides nothing."""
-        return sign_flip_p(self.differences)
-
-    @cached_property
-    def bootstrap(self) -> tuple[float, float]:
-        """BCa bootstrap interval, 95 %; it decides nothing."""
-        return bca_interval(self.differences)
 
     def tokens(self, difference: float) -> float | None:
         """Return the share of tokens that a difference is worth, 0.02 for 2 % more tokens.
@@ -334,7 +321,7 @@ def margin(metric: Metric, run: Run, post_hoc: float) -> tuple[float, str]:
     of a relative metric becomes a difference of logarithms, as the differences are. (0.0, "") for
     no margin.
     """
-    is_val_loss = metric.name in ("val_loss", "val_loss_full", EQUAL_TIME.name)
+    is_val_loss = metric.name in ("val_loss", "val_loss_full")
     if is_val_loss and post_hoc:
         return post_hoc, "post hoc"
     delta = run.config.get(f"delta_{'val_loss' if is_val_loss else metric.name}", 0.0)
@@ -387,20 +374,6 @@ def losses_without(documents: np.ndarray) -> np.ndarray:
     return nats / tokens
 
 
-def at_equal_time(run: Run, baseline: Run) -> float | None:
-    """Estimate the val loss of `run` after the baseline's time instead of its tokens.
-
-    In that time a run of r times the speed sees r times the tokens, which are worth the exchange
-    rate times log r. None where a speed or the rate is unknown.
-    """
-    speed = run.metrics.get("tok_per_s")
-    base_speed = baseline.metrics.get("tok_per_s")
-    rate = exchange_rate(baseline)
-    if speed is None or base_speed is None or rate is None:
-        return None
-    return run.metrics["val_loss"] - rate * float(np.log(speed / base_speed))
-
-
 @dataclass(frozen=True)
 class Measured:
     """One metric of those of an arm's pairs that have it."""
@@ -428,8 +401,6 @@ class Measured:
 
     def caution(self) -> str:
         """Say why the metric is not judged, whatever the tests say; "" if it is."""
-        if self.metric is EQUAL_TIME:
-            return "the exchange rate is an upper estimate, so this is no verdict"
         problems = [run.speed_problem for pair in self.pairs for run in pair if run.speed_problem]
         if self.metric.relative and problems:
             return (
@@ -450,8 +421,6 @@ class Measured:
 
 def values_of(metric: Metric, run: Run, base: Run) -> tuple[float | None, float | None]:
     """Return a metric of a run and of the baseline's; None where it was not measured."""
-    if metric is EQUAL_TIME:
-        return at_equal_time(run, base), base.metrics["val_loss"]
     return run.metrics.get(metric.name), base.metrics.get(metric.name)
 
 
@@ -487,7 +456,7 @@ def compare(
     left_out: list[str] = []
     bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
     rate = mean_exchange_rate(list(bases.values()))
-    for metric in (*METRICS.values(), EQUAL_TIME):
+    for metric in METRICS.values():
         found: dict[str, Measured] = {}
         for arm, its_pairs in pairs.items():
             measured = measure(metric, its_pairs)
@@ -503,7 +472,7 @@ def compare(
             continue
         first = pairs[next(iter(found))][0].run
         delta, delta_kind = margin(metric, first, post_hoc)
-        is_loss = metric.unit == METRICS["val_loss"].unit and metric is not EQUAL_TIME
+        is_loss = metric.unit == METRICS["val_loss"].unit
         estimates = [measured.estimate() for measured in found.values()]
         # All arms of a metric together: each of them is a test, of difference and of equivalence,
         # and Holm corrects for their number.
