@@ -487,12 +487,14 @@ def finished(arms: Arms) -> Arms:
 def without_comparison(arms: Arms, baseline: str, called: list[str]) -> Report:
     """Report on runs of which the baseline has several learning rates, `called`."""
     alike = like_baseline(arms, called[0], RATES)
-    left_out = [
-        f"{arm}, seed {seed}: {run.problem() or 'other settings'}"
-        for arm, runs in arms.items()
-        for seed, run in runs.items()
-        if run.problem() or seed not in alike[arm]
-    ]
+    left_out = []
+    for arm, runs in arms.items():
+        for seed, run in runs.items():
+            why = run.problem()
+            if not why and seed not in alike[arm]:
+                why = "other settings"
+            if why:
+                left_out.append(f"{arm}, seed {seed}: {why}")
     names = ", ".join(f"`{arm}`" for arm in called)
     return Report(
         baseline=baseline,

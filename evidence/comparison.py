@@ -323,10 +323,10 @@ def margin(metric: Metric, run: Run, post_hoc: float) -> tuple[float, str]:
     of a relative metric becomes a difference of logarithms, as the differences are. (0.0, "") for
     no margin.
     """
-    is_val_loss = metric.name in ("val_loss", "val_loss_full")
-    if is_val_loss and post_hoc:
+    name = "val_loss" if metric.name == "val_loss_full" else metric.name
+    if name == "val_loss" and post_hoc:
         return post_hoc, "post hoc"
-    delta = run.config.get(f"delta_{'val_loss' if is_val_loss else metric.name}", 0.0)
+    delta = run.config.get(f"delta_{name}", 0.0)
     if not delta:
         return 0.0, ""
     return float(np.log1p(delta)) if metric.relative else delta, "declared"

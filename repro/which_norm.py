@@ -528,10 +528,12 @@ def card() -> str:
 
 def too_high_table() -> str:
     """Return what a learning rate that is too high costs: two and four times the best one tried."""
-    rows = [
-        [f"`{arm}`", *(curves(shape)[arm].rise(factor) for shape in SHAPES for factor in (2, 4))]
-        for arm in (BASELINE, *ON_CARD)
-    ]
+    rows = []
+    for arm in (BASELINE, *ON_CARD):
+        cells = [f"`{arm}`"]
+        for shape in SHAPES:
+            cells += [curves(shape)[arm].rise(factor) for factor in (2, 4)]
+        rows.append(cells)
     return markdown(["arm", "wide, x 2", "wide, x 4", "deep, x 2", "deep, x 4"], rows)
 
 
