@@ -3,6 +3,7 @@
     python judge.py --norm_file=my_norm.py --arms="rms MeanAbs" config/demo.py --out=out/judge
     python judge.py --arms="rms peri 'coupled --coupled_span=0'" config/which_norm_124m.py --nproc=8
     python judge.py --arms="rms peri" config/demo.py --dry_run=True      # what it would cost
+    python judge.py --out=out/judge                                      # its page again
 
 The first arm is the baseline. An arm is written as for sweep.sh: a norm type, any norm keys, and
 NAME: before it if it is to have a name. Config files and other keys are those of train.py, for all
@@ -45,7 +46,7 @@ from study.prepare import (
 )
 from study.stages import Stopped, Training, judge_arms, screen_arms
 from study.sweep import command as start_of_train
-from study.sweep import gpus_of_workers, machine_here, pin_norm_file
+from study.sweep import gpus_of_workers, machine_here, pin_norm_file, variable
 from study.verdict import read_outcome
 from study.workers import STOPPED
 
@@ -95,7 +96,7 @@ def training_of(config: JudgeConfig, asked: Asked, study: str) -> Training:
         common.append(f"--jobs={jobs}")
     share = asked.config.min_lr / asked.config.learning_rate
     return Training(
-        command=start_of_train(sys.executable, config.nproc),
+        command=start_of_train(variable("PYTHON", sys.executable), config.nproc),
         common=tuple(common),
         hellaswag=config.hellaswag,
         gpus=gpus_of_workers(config.nproc, jobs),
@@ -139,6 +140,8 @@ def main(argv: list[str]) -> int:
     if bool(config.sd) != bool(config.sd_from):
         raise ConfigError("sd and sd_from go together: say where the SD is known from")
     out = Path(config.out)
+    if not config.arms and not others:
+        return page_again(out)
     _, norm_file = split_norm_file(others, default_norm_file())
     asked = read_asked(config.arms, pin_norm_file(others), norm_file, config.first_seed, out)
     if config.dry_run:
@@ -158,10 +161,26 @@ def main(argv: list[str]) -> int:
     except Stopped:
         say("stopped; repeat the command to go on")
         return STOPPED
+    tell(out, record)
+    return 0
+
+
+def page_again(out: Path) -> int:
+    """Write the page of a study as it stands; nothing is trained. Returns the exit code."""
+    record = read_record(out)
+    if record is None:
+        raise ConfigError(
+            f"out={out}: no study is there: name the arms of one, --arms='rms peri', or its --out"
+        )
+    tell(out, record)
+    return 0
+
+
+def tell(out: Path, record: Record) -> None:
+    """Write the page, and print its first sentence."""
     outcome = read_outcome(out, record)
     page = write_page(out, outcome)
     say(f"\n{outcome.sentence()}\n\nwrote {page}, and report.md beside it")
-    return 0
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from evidence.comparison import Comparison
 from evidence.names import short_name
 
 from .declaration import JudgedArm
+from .finished import rate_at
 from .plan import found_by
-from .stages import rate_at
 from .verdict import Outcome, label
 
 BEYOND = (1, 2)  # octaves above the best rate at which the loss is told: double and four times

@@ -18,6 +18,7 @@ from training.config import TrainConfig
 from .arms import check_word, read_arm, read_arms, split
 from .checks import NORM_KEYS, as_logged, check_arms, data_of, parse
 from .declaration import RULES, Declaration, JudgedArm, Record
+from .finished import JUDGED, SCREENING
 from .norm_check import check_arm, size_of
 from .plan import cost, power_lines, seeds_within, time_arm
 from .starts import matched_gain, starts
@@ -128,7 +129,7 @@ def declare(asked: Asked, arms: tuple[JudgedArm, ...]) -> Declaration:
 def studies_in(out: Path) -> set[str]:
     """Return the key `study` of the runs in a folder."""
     found = set()
-    for path in out.glob("*/*/config.json"):
+    for path in (*out.glob(f"{SCREENING}/*/config.json"), *out.glob(f"{JUDGED}/*/config.json")):
         try:
             found.add(str(json.loads(path.read_bytes())["study"]))
         except (OSError, ValueError, LookupError, TypeError):
@@ -138,7 +139,7 @@ def studies_in(out: Path) -> set[str]:
 
 def planned_in(out: Path) -> int:
     """Return how many seeds the judged runs in a folder were planned with; 0 without any."""
-    for path in out.glob("verdict/*/config.json"):
+    for path in out.glob(f"{JUDGED}/*/config.json"):
         try:
             return int(json.loads(path.read_bytes())["planned_seeds"])
         except (OSError, ValueError, LookupError, TypeError):

@@ -22,6 +22,9 @@ from training.choices import with_vocabulary
 from training.config import TrainConfig
 from training.dataloader import Blocks
 
+from .places import EMBEDDINGS, place_names
+
+OUTPUT = " output"  # ends the name of an output norm
 SEQUENCES, TOKENS = 4, 128  # of the batch, at most
 # A ratio between these is the baseline's scale.
 LEAST, MOST = 0.95, 1.05
@@ -44,16 +47,6 @@ class Start(NamedTuple):
     def is_input(self) -> bool:
         """Is it of what a sublayer or the head reads? A single `initial_gain` acts there alone."""
         return not self.place.endswith(OUTPUT) and self.place != EMBEDDINGS
-
-
-EMBEDDINGS = "embeddings"
-OUTPUT = " output"
-
-
-def place_names(n_layer: int) -> list[str]:
-    """Return what the 2L + 1 places of a model are called, in the order of its plan."""
-    blocks = [f"block {block} {part}" for block in range(n_layer) for part in ("attention", "MLP")]
-    return [*blocks, "final"]
 
 
 def starts(config: TrainConfig, baseline: TrainConfig) -> list[Start]:

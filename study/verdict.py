@@ -23,9 +23,8 @@ from evidence.names import short_name
 from evidence.runs import Run
 
 from .declaration import JudgedArm, Record
+from .finished import JUDGED, SCREENING, chosen_rate, finished, judged_runs, screen_of
 from .rates import Screen, noise, rate_error
-from .stages import JUDGED, SCREENING, chosen_rate, rate_at, screen_of
-from .workers import state_of
 
 DECIDING = "val_loss_full"
 NOT_SETTLED = "its learning rate is not settled: the best one is the last that may be tried"
@@ -56,7 +55,6 @@ class Outcome:
         screens: arm -> its screening.
         rates: arm -> its learning rate; None where it is not settled.
         rate_errors: arm -> standard error that its screening leaves in its loss, nats.
-        screen_runs: arm -> octave -> its first run there.
         arms: arm -> seed -> judged run.
         pairs: arm -> pairs with the baseline.
         rows: comparisons of all metrics, family by family.
@@ -69,7 +67,6 @@ class Outcome:
     screens: dict[str, Screen]
     rates: dict[str, float | None]
     rate_errors: dict[str, float]
-    screen_runs: dict[str, dict[int, Run]]
     arms: Arms
     pairs: Pairs
     rows: list[Comparison]
@@ -159,8 +156,9 @@ def losses_of(pairs: list) -> dict[int, float]:
 def read_outcome(out: Path, record: Record) -> Outcome:
     """Read a study. Raises UserError for a damaged run."""
     names = {label(judged): judged for judged in record.arms}
-    screens = {name: screen_of(out, record, judged) for name, judged in names.items()}
-    arms = {name: judged_runs_of(out, record, judged) for name, judged in names.items()}
+    screened, judged_all = finished(out, SCREENING), finished(out, JUDGED)
+    screens = {name: screen_of(screened, record, judged) for name, judged in names.items()}
+    arms = {name: judged_runs(judged_all, record, judged) for name, judged in names.items()}
     arms = {name: runs for name, runs in arms.items() if runs}
     errors = {name: rate_error_of(screen, screens) for name, screen in screens.items()}
     compared = Compared({}, [], {}, [])
@@ -178,7 +176,6 @@ def read_outcome(out: Path, record: Record) -> Outcome:
         screens=screens,
         rates=rates,
         rate_errors=errors,
-        screen_runs={name: screen_runs_of(out, record, its) for name, its in names.items()},
         arms=arms,
         pairs=compared.pairs,
         rows=compared.rows,
@@ -192,28 +189,6 @@ def rate_error_of(screen: Screen, screens: dict[str, Screen]) -> float:
     if screen.choice() is None:
         return 0.0
     return rate_error(screen.bend, noise([*screens.values()]) or 0.0)
-
-
-def judged_runs_of(out: Path, record: Record, judged: JudgedArm) -> dict[int, Run]:
-    """Read an arm's judged runs that are over: seed -> run."""
-    found = {}
-    for seed in record.declaration.seeds(record.seeds):
-        folder = out / JUDGED / f"{judged.arm.name}-{seed}"
-        if state_of(folder).is_over:
-            found[seed] = Run(folder)
-    return found
-
-
-def screen_runs_of(out: Path, record: Record, judged: JudgedArm) -> dict[int, Run]:
-    """Read the runs of an arm's screening with the first seed: octave -> run."""
-    seed = record.declaration.screen_seeds[0]
-    name = judged.arm.name
-    found = {}
-    for octave in range(-4, 5):
-        folder = out / SCREENING / f"{name}+learning_rate={rate_at(record, octave):g}-{seed}"
-        if state_of(folder).is_over:
-            found[octave] = Run(folder)
-    return found
 
 
 class Compared(NamedTuple):

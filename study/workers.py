@@ -107,12 +107,20 @@ class Sweep:
     Args:
         runs: all of them, in order.
         kept: names of runs that are over, and in the archive already.
+        peers: all runs in the folder that are compared with one another; without, `runs`.
     """
 
-    def __init__(self, job: Job, runs: list[PlannedRun], kept: set[str]):
+    def __init__(
+        self,
+        job: Job,
+        runs: list[PlannedRun],
+        kept: set[str],
+        peers: list[PlannedRun] | None = None,
+    ):
         self.job = job
         self.runs = runs
         self.kept = kept
+        self.peers = runs if peers is None else peers
         # A second signal may come while the first one's handler holds it.
         self.lock = threading.RLock()
         self.said: set[str] = set()  # runs that a line was printed of
@@ -199,14 +207,14 @@ class Sweep:
         Where it was begun on another kind that trains nothing any more, what is there of it moves
         out of the way: the seed begins again whole, here.
         """
-        its = [self.job.out / other.name for other in self.runs if other.seed == run.seed]
+        its = [self.job.out / other.name for other in self.peers if other.seed == run.seed]
         foreign = [folder for folder in its if self.is_foreign(folder)]
         if not foreign:
             return False
         # Whoever moves a seed has this lock, and a second one finds nothing foreign.
         with archive.locked(self.job.out):
             foreign = [folder for folder in foreign if self.is_foreign(folder)]
-            others = [self.job.out / other.name for other in self.runs]
+            others = [self.job.out / other.name for other in self.peers]
             if any(is_claimed(folder) for folder in others if self.is_foreign(folder)):
                 return True
             there = ", ".join(sorted({trained_on(folder) for folder in foreign}))
