@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.auto import AUTO, by_device, device_kind
-from common.errors import CheckpointError
+from common.errors import CheckpointError, UserError
 from common.norm_file import check_none_is_named
 
 # --------------------------------------------------------------------------------- keys of a config
@@ -176,6 +176,15 @@ def name_today(name: str, config: dict[str, Any]) -> str:
     if first == "input" or (first == "base" and config.get("norm_type") != "taper"):
         part = rest
     return f"{place}norm.{part}"
+
+
+def check_whole(state: dict[str, Any], path: Path) -> None:
+    """Raise UserError for a checkpoint of FSDP that is a folder of shards, as until a88e4da."""
+    if "shards" in state:
+        raise UserError(
+            f"{path}: its tensors are in a folder next to it: merge them first, with commit "
+            f"d806d57 (`python -m training.checkpoint {path.parent}` there)"
+        )
 
 
 def moments_by_name(

@@ -35,7 +35,15 @@ from common.errors import CheckpointError, ConfigError, UserError, cannot_write
 from common.inputs import check_regular
 from common.nanogpt import as_ours
 from common.output import replacing
-from common.past import RETIRED, as_today, check_retired, moments_by_name, name_today
+from common.past import (
+    BEFORE_THE_KEY,
+    RETIRED,
+    as_today,
+    check_retired,
+    check_whole,
+    moments_by_name,
+    name_today,
+)
 from configurator import Overrides
 from data.shards import read_meta
 from model import GPT, GPTConfig
@@ -115,11 +123,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if isinstance(state, dict) and "model_args" in state:
         state = as_ours(state, path, read_meta)
     check_entries(path, state)
-    if "shards" in state:
-        raise UserError(
-            f"{path}: its tensors are in a folder next to it: merge them first, with commit "
-            f"d806d57 (`python -m training.checkpoint {path.parent}` there)"
-        )
+    check_whole(state, path)
     if state.get("format", 1) not in (1, FORMAT):
         raise UserError(
             f"{path}: checkpoint format {state['format']}, this program reads {FORMAT}: update it"
@@ -328,8 +332,7 @@ def restore(path: Path, saved: dict[str, Any], config: GPTConfig, model: nn.Modu
     Raises:
         CheckpointError: the checkpoint is of another model, or of the other optimiser.
     """
-    # An older run does not say which: it had AdamW.
-    then = saved["config"].get("optimizer", "adamw")
+    then = saved["config"].get("optimizer", BEFORE_THE_KEY["optimizer"])
     if then != config.optimizer:
         raise CheckpointError(
             f"{path} has the state of optimizer={then}, this run has {config.optimizer}: add "
