@@ -13,7 +13,6 @@ are bool, int, float, str, `T | None` (None is written `auto`) and `tuple[T, ...
 """
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import math
@@ -81,7 +80,8 @@ def check_range(field: dataclasses.Field, value: Any) -> None:
     """Raise ConfigError for a number, or one of several, beyond the bounds of its key."""
     least = field.metadata.get("least")
     most = field.metadata.get("most")
-    for number in value if isinstance(value, tuple) else (value,):
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in numbers:
         if number is None or (number == 0 and field.metadata.get("zero")):
             continue
         # nan is not >= anything
@@ -248,7 +248,11 @@ class Overrides:
         self.values: dict[str, Any] = {}
 
     def set(self, name: str, value: Any, origin: str, is_text: bool = False) -> None:
-        """Set one key.
+        """Set one key. Arguments and errors are those of `checked`."""
+        self.values[name] = self.checked(name, value, origin, is_text)
+
+    def checked(self, name: str, value: Any, origin: str, is_text: bool = False) -> Any:
+        """Return the value that a key gets.
 
         Args:
             name: the key.
@@ -279,7 +283,7 @@ class Overrides:
         if choices and isinstance(value, str) and value not in choices:
             raise ConfigError(f"{origin}: {name} is one of {', '.join(choices)}; got {value!r}")
         check_range(self.fields[name], value)
-        self.values[name] = value
+        return value
 
     def set_all(self, settings: list[Setting], has_model: bool) -> str:
         """Set keys one after the other, nanoGPT's as well, and say what those are here.
@@ -293,27 +297,34 @@ class Overrides:
         Raises:
             ConfigError: names everything that is wrong.
         """
-        latest = {setting.name: setting for setting in settings}
-        settings = [one for one in settings if one.name in self.fields or latest[one.name] is one]
-        # What a key of nanoGPT means can depend on others, before it or after it.
-        for setting in settings:
-            with contextlib.suppress(ConfigError):
-                self.set(*setting)
-        known = {name: field.default for name, field in self.fields.items()} | self.values
-        model = ""
-        said = []
         problems = []
         for setting in settings:
-            try:
-                ours = self._of_nanogpt(setting, known, has_model)
-                if ours is None:
+            if setting.name in self.fields:
+                try:
                     self.set(*setting)
+                except ConfigError as error:
+                    problems.append(str(error))
+        # What a key of nanoGPT means can depend on ours, before it or after it.
+        known = {name: field.default for name, field in self.fields.items()} | self.values
+        last = {setting.name: place for place, setting in enumerate(settings)}
+        model = ""
+        said = []
+        for place, setting in enumerate(settings):
+            if place < last[setting.name]:
+                continue
+            try:
+                meant = self._of_nanogpt(setting, known, has_model)
+                if meant is None:
+                    if setting.name not in self.fields:
+                        self.set(*setting)  # raises: nobody knows the key
                     continue
-                meant = ", ".join(f"{name}={value}" for name, value in ours.items())
-                said.append(f"{setting.name} is {meant or 'not needed'}")
-                model = ours.pop(nanogpt.MODEL, model)
-                for name, value in ours.items():
-                    self.set(name, value, setting.origin)
+                ours = ", ".join(f"{name}={value}" for name, value in meant.items())
+                said.append(f"{setting.name} is {ours or 'not needed'}")
+                model = meant.pop(nanogpt.MODEL, model)
+                for name, value in meant.items():
+                    value = self.checked(name, value, setting.origin)
+                    if last.get(name, -1) <= place:  # else ours is given later, and wins
+                        self.values[name] = value
             except ConfigError as error:
                 problems.append(str(error))
         if problems:

@@ -239,8 +239,9 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
                 "once, or point TIKTOKEN_CACHE_DIR at a folder that has it"
             ) from None
     raise DataError(
-        f"unknown tokenizer {name!r}: meta.json is missing in the data, or names none that is "
-        "known; prepare it again, or put nanoGPT's meta.pkl into data/NAME, here or beside the run"
+        f"unknown tokenizer {name!r}: meta.json (or nanoGPT's meta.pkl) is missing in the data, or "
+        "names none that is known here; prepare it again, or put the meta.pkl of a nanoGPT "
+        "checkpoint into data/NAME, here or beside its run folder"
     )
 
 
