@@ -17,8 +17,9 @@ import torch
 
 from common.distributed import Ranks
 from common.environment import cpuinfo
-from common.errors import ConfigError
+from common.errors import CheckpointError, ConfigError
 from common.old_keys import AUTO, by_device, chosen_then, device_kind
+from configurator import Overrides
 from data.shards import GPT2
 from training.checkpoint import FoundCheckpoint
 
@@ -42,11 +43,15 @@ def resolve(config: Any, found: FoundCheckpoint | None, ranks: Ranks) -> tuple[A
 
     Returns:
         The config, and what was chosen, as one line for people; "" if nothing was left open.
+
+    Raises:
+        CheckpointError: the run that is resumed has chosen what does not exist.
     """
     device = ranks.device
     place = "" if found is None else found.provenance.get("device", device.type)
     if found is not None and device_kind(place) == device.type:
         chosen = open_keys(config, chosen_then(found.state["config"], place))
+        check_chosen(config, chosen, found.path)
         origin = "as when the run began"
     else:
         chosen = choose(config, device)
@@ -55,6 +60,16 @@ def resolve(config: Any, found: FoundCheckpoint | None, ranks: Ranks) -> tuple[A
     chosen = ranks.of_main(chosen)
     listed = ", ".join(f"{key}={value}" for key, value in chosen.items())
     return dataclasses.replace(config, **chosen), f"{listed}: {origin}" if chosen else ""
+
+
+def check_chosen(config: Any, chosen: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError for a value, of the checkpoint `path`, that its key cannot have."""
+    overrides = Overrides(type(config))
+    try:
+        for name, value in chosen.items():
+            overrides.set(name, value, "its config")
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}: use another checkpoint") from None
 
 
 def with_vocabulary(config: Any, meta: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
