@@ -7,11 +7,11 @@ eot_token, the id of end of text.
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -276,20 +276,46 @@ def encode_open(tokenizer: Any, text: str) -> list[int]:
     return getattr(tokenizer, "encode_open", tokenizer.encode_ordinary)(text)
 
 
-def document_edge(tokenizer: Any) -> tuple[int | None, bool]:
-    """Return the id at the edge of each document, and whether it ends them instead of beginning.
+class Edges(NamedTuple):
+    """The ids with which each document of a data set begins and ends; None for none."""
 
-    The id is None where nothing tells documents apart.
-    """
+    begin: int | None
+    end: int | None
+
+
+def document_edges(tokenizer: Any) -> Edges:
+    """Return what tells the documents apart that a tokenizer has prepared."""
     before = getattr(tokenizer, "before", [])
     after = getattr(tokenizer, "after", [])
-    if before and after and before[0] == after[-1]:
-        return None, False  # one id begins and ends them
-    if before:
-        return before[0], False
-    if after:
-        return after[-1], True
-    return getattr(tokenizer, "eot_token", None), False
+    if before or after:
+        return Edges(before[0] if before else None, after[-1] if after else None)
+    return Edges(getattr(tokenizer, "eot_token", None), None)
+
+
+def document_begins(shards: Iterable[np.ndarray], edges: Edges) -> np.ndarray:
+    """Return where documents begin, (documents,), as places in the tokens of all shards, ascending.
+
+    Args:
+        shards: uint16 (n,) each, as data/shards.py reads them.
+        edges: of the documents. Where one id begins and ends them, a document begins at the second
+            of two, and the first place is left out.
+    """
+    places = [np.zeros(0, int)]
+    offset = 0
+    was_end = False  # the last token of the shard before
+    for shard in shards:
+        is_end = shard == edges.end
+        is_begin = shard == edges.begin
+        if edges.begin is None:
+            found = np.flatnonzero(is_end) + 1
+        elif edges.begin == edges.end:
+            found = np.flatnonzero(is_begin & np.append(was_end, is_end[:-1]))
+        else:
+            found = np.flatnonzero(is_begin)
+        places.append(offset + found)
+        offset += len(shard)
+        was_end = is_end[-1]
+    return np.concatenate(places)
 
 
 def decode(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer, tokens: list[int]) -> str:
