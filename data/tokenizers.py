@@ -6,6 +6,7 @@ eot_token, the id of end of text.
 """
 
 import hashlib
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ class HFTokenizer:
         before: ids that its template puts before a text.
         after: ids that it puts behind a text.
         special: {"bos_token_id": id, ...} of the tokens that are named and exist.
-        checksum: SHA-256 of the files that decide about ids.
+        checksum: SHA-256 of what decides about ids: tokenizer.json and `special`.
     """
 
     def __init__(self, folder: str, n_model: int):
@@ -85,15 +86,12 @@ class HFTokenizer:
         self.n_model = n_model  # ids that the model has
         try:
             content = read_regular(Path(folder, "tokenizer.json"), MOST_BYTES)
-            digest = hashlib.sha256(content)
             with panics_are_errors(folder):
                 self.tokenizer = Tokenizer.from_buffer(content)
             for name in ("special_tokens_map.json", "tokenizer_config.json"):
                 path = Path(folder, name)
                 if path.exists():
-                    content = read_regular(path, MOST_BYTES)
-                    digest.update(name.encode() + content)
-                    named |= parse_json(content)
+                    named |= parse_json(read_regular(path, MOST_BYTES))
         except Exception as error:  # the library raises plain Exceptions
             raise DataError(
                 f"the tokenizer of {folder} cannot be read ({error}): put the model's "
@@ -107,7 +105,7 @@ class HFTokenizer:
         self.special = {f"{name}_id": token for name, token in ids.items() if token is not None}
         self.bos_token = ids["bos_token"]
         self.eot_token = self.bos_token if ids["eos_token"] is None else ids["eos_token"]
-        self.checksum = digest.hexdigest()
+        self.checksum = hashlib.sha256(content + json.dumps(self.special).encode()).hexdigest()
         # What the template adds to a text of one token
         one = Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).encode("x")
         framed = self.tokenizer.post_process(one)
@@ -220,7 +218,7 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
         meta: of read_meta; it names it.
 
     Raises:
-        DataError: it is unknown, cannot be read or cannot be downloaded.
+        DataError: it is unknown, cannot be read or cannot be downloaded, or has changed.
     """
     name = meta.get("tokenizer")
     if name == "chars" and isinstance(meta.get("chars"), str):
@@ -228,7 +226,14 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
     if name == "bytes":
         return byte_tokenizer()
     if name == "hf" and isinstance(meta.get("path"), str):
-        return HFTokenizer(meta["path"], meta.get("vocab_size", sys.maxsize))
+        tokenizer = HFTokenizer(meta["path"], meta.get("vocab_size", sys.maxsize))
+        # Older meta.json has none.
+        if meta.get("checksum", tokenizer.checksum) != tokenizer.checksum:
+            raise DataError(
+                f"the tokenizer of {meta['path']} has changed since the data were prepared: put "
+                "the one of then there, or prepare the data again and train on them"
+            )
+        return tokenizer
     if name == "gpt2":
         try:
             return tiktoken.get_encoding("gpt2")

@@ -182,7 +182,15 @@ def export_hf(
     # The folder that the model was loaded from, or that its tokenizer is from
     source = Path(model.meta.get("path", "nowhere"))
     theirs = config_of(model, source)
-    hf |= {key: theirs[key] for key in TOKENS if key in theirs} if theirs else named_ids(model)
+    beside = list(companions(source))
+    if theirs:
+        hf |= {key: theirs[key] for key in TOKENS if key in theirs}
+    elif model.meta.get("tokenizer") == "hf":
+        try:
+            hf |= load_tokenizer(model.meta).special
+        except DataError as error:
+            beside = []
+            warnings.warn(f"the folder has no tokenizer: {error}", stacklevel=2)
     prefix = "transformer." if target.wpe is not None else "model."
     pieces = {
         name if name.startswith("lm_head.") else prefix + name: piece
@@ -197,7 +205,7 @@ def export_hf(
             if shards.is_sharded:
                 index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
                 write_json(partial / INDEX, index)
-            for companion in companions(source):
+            for companion in beside:
                 if theirs or companion.name != "generation_config.json":
                     shutil.copy(companion, partial)
             is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
@@ -258,21 +266,6 @@ def config_of(model: GPT, source: Path) -> dict[str, Any]:
     keys = ("n_layer", "n_embd", "n_head")
     is_same = all(getattr(config, key) == getattr(model.config, key) for key in keys)
     return theirs if is_same else {}
-
-
-def named_ids(model: GPT) -> dict[str, int]:
-    """Return the ids of BOS, EOS and padding that a Hugging Face folder's tokenizer names.
-
-    For config.json. Empty for our own tokenizers (see write_tokenizer), and where it cannot be
-    read, for which a warning is given.
-    """
-    if model.meta.get("tokenizer") != "hf":
-        return {}
-    try:
-        return load_tokenizer(model.meta).special
-    except DataError as error:
-        warnings.warn(f"the folder has no tokenizer: {error}", stacklevel=3)
-        return {}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

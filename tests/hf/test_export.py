@@ -252,6 +252,21 @@ def test_an_export_ends_texts_as_its_tokenizer_does(beside, tmp_path):
     assert found.config.pad_token_id == (8 if beside == "its own config" else 7)
 
 
+def test_an_export_has_no_tokenizer_that_has_changed(tmp_path):
+    """Since the data of its model were prepared: tokens would mean other texts."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(9)}, unk_token="w0")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    model = GPT(replace(ROTARY, n_layer=1))
+    model.meta = {"tokenizer": "hf", "path": str(tmp_path), "vocab_size": 9}
+    model.meta["checksum"] = load_tokenizer(model.meta).checksum
+    assert (weights.export_hf(model, tmp_path / "a") / "tokenizer.json").exists()
+    edit_json(tmp_path / "tokenizer.json", added_tokens=[])
+    with pytest.warns(UserWarning, match="no tokenizer: .* has changed"):
+        folder = weights.export_hf(model, tmp_path / "b")
+    assert not (folder / "tokenizer.json").exists()
+
+
 def test_an_export_copies_only_the_models_own_files(tmp_path):
     """Whatever links are in the folder, here of the hub's cache: it will be uploaded."""
     folder = weights.export_hf(GPT(GPT2_SHAPE), tmp_path / "m/snapshots/c0ffee").resolve()
