@@ -36,8 +36,8 @@ from torch import Tensor
 from common.errors import DataError, HFError
 from common.hub import INDEX, companions, read_config, weight_names
 from common.inputs import check_regular
-from common.output import whole_folder, write_bytes_atomically
-from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
+from common.output import parse_json, whole_folder, write_bytes_atomically
+from data.tokenizers import END_OF_TEXT, HFTokenizer, hf_tokenizer, load_tokenizer
 from hf.config import CODE, COUPLED, architecture, gpt_config, hf_config
 from model import GPT, check_memory, rope_buffers
 from norms import Norm
@@ -208,6 +208,8 @@ def export_hf(
             for companion in beside:
                 if theirs or companion.name != "generation_config.json":
                     shutil.copy(companion, partial)
+            if beside and not theirs and model.meta["tokenizer"] == "hf":
+                read_as_it_is(partial, load_tokenizer(model.meta))
             is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
             if is_ours and not (partial / "tokenizer.json").exists():
                 hf |= write_tokenizer(model, partial)
@@ -266,6 +268,22 @@ def config_of(model: GPT, source: Path) -> dict[str, Any]:
     keys = ("n_layer", "n_embd", "n_head")
     is_same = all(getattr(config, key) == getattr(model.config, key) for key in keys)
     return theirs if is_same else {}
+
+
+def read_as_it_is(folder: Path, tokenizer: HFTokenizer) -> None:
+    """Let transformers take the tokenizer.json of a folder as it is.
+
+    A class of one model's tokenizer, which tokenizer_config.json names or transformers guesses,
+    builds parts of it anew: other ids than those that the model was trained on.
+    """
+    path = folder / "tokenizer_config.json"
+    content = parse_json(path.read_bytes()) if path.exists() else {}
+    for name in ("auto_map", "add_prefix_space"):
+        content.pop(name, None)
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    for name, token in tokenizer.special.items():
+        content[name.removesuffix("_id")] = tokenizer.tokenizer.id_to_token(token)
+    write_json(path, content)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
