@@ -125,9 +125,10 @@ def main(argv: list[str]) -> None:
         "# How often judge.py is wrong\n\n"
         f"{config.studies:,} simulated studies for each line, without a difference and with one "
         "of 2 SD of the pairs in the first arm. Losses are parabolas over the logarithm of the "
-        "learning rate, and noise; nothing is trained. *bend*: what the loss rises by an octave from its "
-        "lowest point. *wrong*: studies of equal arms that name a difference for any of them, of "
-        "those with a verdict. *the plan says*: where rates are open, to where they are sharp.\n\n"
+        "learning rate, and noise; nothing is trained. *bend*: what the loss rises by an octave "
+        "from its lowest point. *wrong*: studies of equal arms that name a difference for any of "
+        "them, of those with a verdict. *the plan says*: where rates are open, to where they "
+        "are sharp.\n\n"
         f"{table}\n\n`python -m repro.judge_errors {made_with(config)}`\n"
     )
     out = Path(config.out)
