@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import gmean
 
+from common.code_digest import check_digests, shortened
 from common.errors import ConfigError, UserError, run_program
 from common.norm_file import NormFile, split_norm_file
 from common.output import check_replaceable, markdown, write_bytes_atomically, writing
@@ -393,6 +394,19 @@ def header_text(arms: Arms) -> str:
         f"{len(runs)} runs, {len(arms)} arms. Device: {devices}; torch {torch}; commit {commits}; "
         f"{sizes} parameters; {tokens} training tokens a run."
         + (f" Study: {studies}." if studies else "")
+        + same_code_text(runs)
+    )
+
+
+def same_code_text(runs: list[Run]) -> str:
+    """Say which codes are taken as one; "" if no run says so, nor whoever reports."""
+    said = {frozenset(run.codes) for run in runs if len(run.codes) > 1}
+    if not said:
+        return ""
+    classes = "; ".join(sorted(" = ".join(sorted(codes)) for codes in said))
+    return (
+        f" Code that is said to be one, because a recorded run that was trained again was equal to "
+        f"the bit (--same_code): {classes}."
     )
 
 
@@ -578,6 +592,9 @@ class ReportConfig:
     pictures: bool = key(True, "make report.html, which has pictures")
     published: bool = key(False, "judge CoupledNorm's Table 1, and nothing else")
     delta_val_loss: float = key(0.0, "margin of val_loss and val_loss_full, post hoc", least=0.0)
+    same_code: tuple[str, ...] = key(
+        (), "digests of code, one code by a recorded run that was equal to the bit"
+    )
 
 
 def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
@@ -734,6 +751,7 @@ def main(argv: list[str]) -> None:
     if config.published:
         published.print_verdicts()
         return
+    check_digests("same_code", config.same_code)
     if not paths:
         raise ConfigError("name one run folder or more (--help says more)")
     out = target_folder(config, paths)
@@ -747,6 +765,7 @@ def main(argv: list[str]) -> None:
     runs = find_runs(paths)
     for run in runs:
         run.check()
+        run.said_same = shortened(config.same_code)
         check_norm_file(run, norm_file)
     if not config.baseline:
         for run in runs:

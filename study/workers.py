@@ -39,6 +39,7 @@ class Job(NamedTuple):
     out: Path  # folder of the run folders
     keep: Path | None  # archive for finished runs
     gpus: tuple[str, ...]  # CUDA_VISIBLE_DEVICES of each worker in turn; () to leave it alone
+    diff: bool = False  # keep uncommitted changes of the code in the archive too
 
 
 class State(NamedTuple):
@@ -144,7 +145,7 @@ class Sweep:
         elif not self.train(worker, run, label):
             return
         if self.job.keep and state_of(folder).is_over:
-            archive.add(self.job.keep, folder)
+            archive.add(self.job.keep, folder, diff=self.job.diff)
 
     def train(self, worker: int, run: PlannedRun, label: str) -> bool:
         """Train a run. Returns False if another worker has it."""
