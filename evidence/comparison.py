@@ -156,8 +156,9 @@ class Comparison:
     def tokens(self, difference: float) -> float | None:
         """Return the share of tokens that a difference is worth, 0.02 for 2 % more tokens.
 
-        The arm ends where the baseline would with that many more tokens, or fewer if negative. The
-        exchange rate is an upper estimate, so the share is nearer to zero than the true one.
+        The arm ends where the baseline would with that many more tokens, or fewer if negative. An
+        exchange rate by curves is an upper estimate, and the share nearer to zero than the true
+        one.
         """
         return None if self.rate is None else float(np.expm1(-difference / self.rate))
 
@@ -470,7 +471,11 @@ def measure(metric: Metric, pairs: list[Pair]) -> Measured:
 
 
 def compare(
-    pairs: Pairs, baseline: str, post_hoc: float, diverged: dict[str, str]
+    pairs: Pairs,
+    baseline: str,
+    post_hoc: float,
+    diverged: dict[str, str],
+    token_slope: float = 0.0,
 ) -> tuple[list[Comparison], list[str]]:
     """Compare every arm with the baseline in every metric.
 
@@ -478,6 +483,7 @@ def compare(
         post_hoc: margin of val loss that was not declared before the runs; 0: none.
         diverged: arm -> sentence, for arms of which some seeds diverged. The seeds that are left
             are no fair sample, so they get no verdict.
+        token_slope: nats that e times as many tokens buy the baseline; 0: by its curves.
 
     Returns:
         One comparison for each metric and arm with two pairs or more, and lines about pairs that
@@ -486,7 +492,7 @@ def compare(
     rows: list[Comparison] = []
     left_out: list[str] = []
     bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
-    rate = mean_exchange_rate(list(bases.values()))
+    rate = token_slope or mean_exchange_rate(list(bases.values()))
     for metric in (*METRICS.values(), EQUAL_TIME):
         found: dict[str, Measured] = {}
         for arm, its_pairs in pairs.items():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import study_rederived
 from helpers import ROOT
 
 import report
@@ -628,6 +629,16 @@ def test_tokens_are_worth_the_exchange_rate(tmp_path):
     assert row.tokens(row.rate * np.log(1.05)) == pytest.approx(1 / 1.05 - 1)
     assert f"(worth {row.show_tokens()} of tokens)" in row.sentence()
     assert rows["tok_per_s", "layer"].rate is None
+
+
+def test_a_slope_that_was_measured_decides_what_tokens_are_worth(tmp_path):
+    """The card's 6.0 %, by runs of half and double the length, which no curve tells."""
+    runs = str(ROOT / "results/cpu/which_norm/verdict-W.tar.xz")
+    words = [runs, "--baseline=rms", f"--out={tmp_path}", "--pictures=False"]
+    report.main([*words, f"--token_slope={study_rederived.slope('W'):.3f}"])
+    text = (tmp_path / "report.md").read_text()
+    assert "peri: better: -0.0215 nats per token (worth +6.0 % of tokens)" in text
+    assert "as given (--token_slope=0.368)" in text and "estimate" not in text.split("## ")[1]
 
 
 def test_hellaswag_is_paired_item_by_item(tmp_path):
