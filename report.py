@@ -475,7 +475,7 @@ def make_report(arms: Arms, baseline: str, delta: float, token_slope: float = 0.
     pairs, left_out = pair_by_seed(arms, baseline)
     alike = like_baseline(arms, baseline)
     diverged = diverged_arms(alike)
-    rows, not_measured = compare(pairs, baseline, delta, diverged, token_slope)
+    rows, not_measured = compare(pairs, baseline, delta, diverged, token_slope=token_slope)
     bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
     # Without any pair, all runs of the baseline stay.
     compared = {baseline: bases or arms[baseline]}

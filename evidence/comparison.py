@@ -1,7 +1,9 @@
 """Arms against a baseline: pairs, estimates, verdicts, and a sentence for each verdict."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -475,6 +477,8 @@ def compare(
     baseline: str,
     post_hoc: float,
     diverged: dict[str, str],
+    rate_errors: Mapping[str, float] = MappingProxyType({}),
+    tests: int = 0,
     token_slope: float = 0.0,
 ) -> tuple[list[Comparison], list[str]]:
     """Compare every arm with the baseline in every metric.
@@ -483,6 +487,9 @@ def compare(
         post_hoc: margin of val loss that was not declared before the runs; 0: none.
         diverged: arm -> sentence, for arms of which some seeds diverged. The seeds that are left
             are no fair sample, so they get no verdict.
+        rate_errors: arm -> standard error of its loss less the baseline's, nats, for learning rates
+            that are not known exactly. All seeds share it.
+        tests: arms that were declared together, if some cannot be tested.
         token_slope: nats that e times as many tokens buy the baseline; 0: by its curves.
 
     Returns:
@@ -510,10 +517,14 @@ def compare(
         first = pairs[next(iter(found))][0].run
         delta, delta_kind = margin(metric, first, post_hoc)
         is_loss = metric.unit == METRICS["val_loss"].unit and metric is not EQUAL_TIME
-        estimates = [measured.estimate() for measured in found.values()]
+        is_in_nats = metric.unit == METRICS["val_loss"].unit
+        estimates = [
+            with_error(measured.estimate(), rate_errors.get(arm, 0.0) if is_in_nats else 0.0)
+            for arm, measured in found.items()
+        ]
         # All arms of a metric together: each of them is a test, of difference and of equivalence,
         # and Holm corrects for their number.
-        verdicts = decide(estimates, delta, metric.lower_is_better)
+        verdicts = decide(estimates, delta, metric.lower_is_better, tests)
         for (arm, measured), estimate, verdict in zip(found.items(), estimates, verdicts):
             not_judged = measured.caution()
             no_verdict = lack_of_verdict(arm, baseline, measured.pairs, diverged)
@@ -530,7 +541,7 @@ def compare(
                 differences=measured.differences,
                 estimate=estimate,
                 verdict=verdict,
-                n_arms=len(found),
+                n_arms=max(len(found), tests),
                 not_judged=not_judged,
                 no_verdict=no_verdict,
                 rate=rate if is_loss else None,
@@ -538,6 +549,11 @@ def compare(
             )
             rows.append(row)
     return rows, left_out
+
+
+def with_error(estimate: Estimate, error: float) -> Estimate:
+    """Return an estimate with another standard error added, which is independent of its own."""
+    return replace(estimate, se=(estimate.se**2 + error**2) ** 0.5) if error else estimate
 
 
 def lack_of_verdict(arm: str, baseline: str, pairs: list[Pair], diverged: dict[str, str]) -> str:
