@@ -24,6 +24,7 @@ from repro import which_norm
 from repro.which_norm import CONDITIONS, MARKERS, Curve, Difference, put
 
 KEPT = ROOT / "results/cpu/which_norm"
+SPAN_0 = "coupled --coupled_span=0 --coupled_calibrate=10"
 PAGES = (KEPT / "README.md", ROOT / "docs/which_norm.md")
 # The texts of the plan that the runs were made under (repro/which_norm.toml says why)
 PLANS = {"b5f3fe1e0e4233f1", "911042c2528e5de6", "5a28a67e818937ff"}
@@ -68,6 +69,27 @@ def test_every_difference_is_that_of_a_second_implementation():
     bounds = ((anew.margin("W") + anew.margin("D")) / 2, 0.0)
     below, better = (anew.both_shapes(bound) for bound in bounds)
     assert sorted(both) == sorted([arm, f"{below[arm]:.2g}", f"{better[arm]:.2g}"] for arm in below)
+
+
+def test_the_other_studies_are_those_of_a_second_implementation():
+    """The verdicts that the headline rests on; of a study that goes on, the means so far."""
+    rows = which_norm.all_differences((*CONDITIONS, *which_norm.OTHER_STUDIES))
+    others = {condition.name for condition in which_norm.OTHER_STUDIES}
+    found = {
+        (row.condition.name, row.arm): (
+            len(row.nats),
+            f"{row.estimate.mean:+.4f}",
+            row.verdict.direction if row.verdict else "",
+        )
+        for row in rows
+        if row.condition.name in others
+    }
+    assert found == anew.other_rows()
+    assert found["wide, the rate of rms", SPAN_0] == (8, "-0.0240", "better")
+    # The judged runs have the rate that the selection seeds chose.
+    arms = anew.by_words(("leads/verdict-W",), range(720, 736))
+    rates = {run["learning_rate"] for run in arms[SPAN_0].values()}
+    assert rates == {anew.chosen_rate("leads/rates-W", SPAN_0)}
 
 
 def test_every_rate_is_the_one_that_the_study_was_run_with():
