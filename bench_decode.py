@@ -34,6 +34,7 @@ more. The last line is JSON.
 import dataclasses
 import gc
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -244,7 +245,9 @@ def measure(
 
     # 1. what is timed: our arms, then the peers
     decoders, rows, floor = prepare(config, model, prompt, batch, missing)
-    calls = {name: partial(decoder.go_on, filled, steps) for name, decoder in decoders.items()}
+    calls: dict[str, Callable[[], Any]] = {
+        name: partial(decoder.go_on, filled, steps) for name, decoder in decoders.items()
+    }
     calls |= peers.calls_of(config, spec, model, idx, missing)
 
     # 2. decoding, in paired rounds

@@ -37,6 +37,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -111,16 +112,19 @@ def launches(code: str, batch: int, tokens: int) -> list[Launch]:
         others = tuple(math.prod(shape) for shape, _ in touched if shape not in wide)
         found.append(Launch(name, bytes_moved, widths, others))
 
-    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Assign | ast.Call)]
+    nodes: list[Any] = [
+        node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Assign | ast.Call)
+    ]
     for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
         called = _called(node)
         kernel = called.removesuffix(".run")
         if isinstance(node, ast.Assign):
             name = ast.unparse(node.targets[0])
-            if _called(node.value) == "async_compile.triton":
-                kernels[name] = _bytes_of_elements(node.value.args[1].value)
+            value: Any = node.value
+            if _called(value) == "async_compile.triton":
+                kernels[name] = _bytes_of_elements(value.args[1].value)
             else:
-                shapes[name] = _shape(node.value, shapes)
+                shapes[name] = _shape(value, shapes)
         elif called == "assert_size_stride":
             shapes[ast.unparse(node.args[0])] = ast.literal_eval(node.args[1])
         elif called.startswith(OPAQUE) and not called.startswith(UNCOUNTED):
@@ -140,7 +144,7 @@ def has_rows(shape: tuple[int, ...], batch: int, tokens: int) -> bool:
     return batch * tokens in shape or {batch, tokens} <= set(shape)
 
 
-def _shape(node: ast.expr, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+def _shape(node: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
     """Return the shape of the tensor that an expression stands for; None if it is not known."""
     called = _called(node)
     if called.startswith("empty_strided"):
@@ -165,7 +169,8 @@ def _bytes_of_elements(source: str) -> list[int]:
     # the types of the arguments, among the decorators' keywords
     signature = ast.literal_eval(re.search(r"'signature':\s*(\{.*?\})", source, re.DOTALL)[1])
     crossings = {name: set() for name in signature}
-    for node in ast.walk(function):
+    nodes: Iterable[Any] = ast.walk(function)
+    for node in nodes:
         if _called(node) not in ("tl.load", "tl.store"):
             continue
         for part in ast.walk(node.args[0]):
@@ -278,7 +283,7 @@ def bytes_of_one_more_block(
 
 # Blocks of mixln are those of post and of rms; taper begins as rms and ends as none.
 MIXTURES = ("mixln", "taper")
-ARMS = {
+ARMS: dict[str, dict[str, Any]] = {
     **{name: {} for name in NORM_TYPES if name not in MIXTURES},
     "coupled, fold": {"coupled_impl": "fold"},
     "coupled, full gradient": {"coupled_grad": "full"},
@@ -327,8 +332,8 @@ def count(
     They are of one block, and of stacks with these residual streams. A norm plan whose first block
     is not like the others, or whose blocks are closed by a norm, has no figure of one block.
     """
-    shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
-    shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], **ARMS[arm]})
+    keys = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
+    shape = GPTConfig(**keys | {"norm_type": arm.split(",")[0], **ARMS[arm]})
     row = {}
     if NormPlan(shape, shape.n_layer, shape.n_embd, shape.bias).adds_plainly:
         row["one block"] = bytes_of_one_block(shape, config.tokens)

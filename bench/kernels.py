@@ -235,7 +235,7 @@ def calls_of(
             calls[arm] = call
     for name, copy in copies.items():
         move = functools.partial(case.copy, phase, copy)
-        calls[COPY + name] = prepared(lambda move=move: move)
+        calls[COPY + name] = prepared(functools.partial(lambda move: move, move))
     return calls
 
 
@@ -388,8 +388,8 @@ def main(argv: list[str]) -> None:
     records = []
     # With donated buffers a compiled backward could run only once.
     with torch._functorch.config.patch(donated_buffer=False):
-        for case in tqdm(cases, unit="case", disable=not sys.stderr.isatty()):
-            records += [row | place for row in measure(config, *case, device)]
+        for name, rows, channels in tqdm(cases, unit="case", disable=not sys.stderr.isatty()):
+            records += [row | place for row in measure(config, name, rows, channels, device)]
             if config.out:
                 write_results(
                     Path(config.out), "kernels", records, "README.md", report(config, records)
