@@ -5,6 +5,8 @@ write. Nothing here asserts a time.
 """
 
 import json
+import os
+import signal
 import sys
 import time
 
@@ -218,6 +220,25 @@ def test_the_process_s_time_is_taken_on_one_cpu_thread_alone(device, threads, cl
     seconds = {time.process_time: 1.0, time.perf_counter: 2.0}
     monkeypatch.setattr(timing, "seconds", lambda call, clock: seconds[clock])
     assert timing.time_arms({"arm": int}, 3, torch.device(device)) == {"arm": [clock] * 3}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_rounds_and_keeps_those_that_are_whole(number):
+    """SIGINT too where it was ignored, as in a shell's background job."""
+    ran = []
+
+    def arm():
+        ran.append(number)
+        if len(ran) == 8:
+            os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        times = timing.time_arms({"a": arm, "b": arm}, 1000, CPU)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert set(map(len, times.values())) == {3}  # the fourth round is not whole
 
 
 @pytest.mark.skipif(
