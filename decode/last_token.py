@@ -149,7 +149,7 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
             for _ in range(3):  # warm-up: compilation, memory, clocks
                 for call in calls.values():
                     call()
-            times = time_arms(calls, config.rounds, device)
+            times = time_arms(calls, config.rounds, device, least=6)
             row = {
                 "batch": batch,
                 "context": context,

@@ -18,7 +18,8 @@ from bench import kernel_arms, kernels
 from bench.copy_kernel import copy
 from bench.kernel_arms import OPERATORS, UNSCALED, arms_of
 from bench.kernels import Case, KernelBenchConfig
-from common.errors import UserError
+from common.errors import ConfigError, UserError
+from configurator import parse_args
 from decode import timing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -210,6 +211,43 @@ def test_other_libraries_take_part_where_they_are_installed(monkeypatch):
     assert list(arms) == ["triton", "reference", "torch", "compiled"]
     assert [reason.split(":")[0] for reason in missing] == list(kernel_arms.PEERS)
     assert arms_of("taper_norm", CUDA)[1] == []  # they have no such operator
+
+
+@pytest.mark.parametrize(
+    ("only", "on_gpu", "on_cpu"),
+    [
+        ("triton", ["triton"], ["reference"]),
+        ("torch", ["triton", "torch", UNSCALED], ["reference", "torch", UNSCALED]),
+        ("compiled", ["triton", "compiled"], ["reference"]),
+    ],
+)
+def test_arms_can_be_chosen(only, on_gpu, on_cpu):
+    config = parse_args(KernelBenchConfig, [f"--arms={only}"])[0]
+    assert list(arms_of("scaled_gelu", CUDA, config.arms)[0]) == on_gpu
+    assert list(arms_of("scaled_gelu", CPU, config.arms)[0]) == on_cpu
+    with pytest.raises(ConfigError, match="'tritn'"):
+        parse_args(KernelBenchConfig, ["--arms=tritn"])
+
+
+@pytest.mark.parametrize(("whole", "kept"), [(7, [7]), (5, None)])
+def test_an_interrupted_bench_keeps_what_it_has_and_ends(whole, kept, monkeypatch, tmp_path):
+    """A stage that is late is cut: no other case begins. Five rounds have no interval."""
+
+    def interrupted(arm, **_):
+        turns.append(arm)
+        if len(turns) > 3 * whole:  # two arms and a copy
+            raise KeyboardInterrupt
+        return 1.0
+
+    turns = []
+    monkeypatch.setattr(timing, "seconds", interrupted)
+    words = [*SMALL, "--rounds=50", "--ops=rms_norm,layer_norm", f"--out={tmp_path}"]
+    if kept:
+        kernels.main(words)
+        assert [row["rounds"] for row in json_lines(tmp_path / "kernels.jsonl")] == kept
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            kernels.main(words)
 
 
 @pytest.mark.parametrize(
