@@ -10,6 +10,8 @@ import collections
 import dataclasses
 import gc
 import re
+from collections.abc import Mapping, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -177,16 +179,28 @@ def recorded(folder) -> dict[str, dict[str, float]]:
 LEDGER = recorded(ROOT / "results/cpu/bytes")
 
 
-def figures() -> dict[str, dict[str, float]]:
-    """Count what TODAY says."""
+def figures() -> tuple[dict[str, dict[str, float]], list[tuple[str, str]]]:
+    """Count what TODAY says; return that, and the source of each step in the order of counting."""
     gc.disable()  # it takes 15 % of the time; this process soon ends
-    config = bytes.LedgerConfig()
-    return {arm: bytes.count(config, arm, streams) for arm, streams in TODAY.items()}
+    config, sources = bytes.LedgerConfig(), []
+
+    def code_of(*given):
+        sources.append(cuda_codegen.cuda_code(*given))
+        return sources[-1]
+
+    with mock.patch.object(bytes, "cuda_code", code_of):
+        found = {arm: bytes.count(config, arm, streams) for arm, streams in TODAY.items()}
+    return found, sources
+
+
+@pytest.fixture(scope="module")
+def today(in_child):
+    return in_child(figures)
 
 
 @needs_codegen
-def test_the_table_in_results_is_todays(in_child):
-    found = in_child(figures)
+def test_the_table_in_results_is_todays(today):
+    found, _ = today
     changed = {
         (arm, name)
         for arm, row in found.items()
@@ -219,6 +233,29 @@ def test_what_norms_move_in_the_step_of_training():
         assert fold[whole] - fold[stream] <= rms[whole] - rms[stream] + 2 * casts
 
 
+def bytes_of_what_ran(sources: Sequence[str], ran: Mapping[str, int]) -> int:
+    """Check that kernels ran as often as they are read in the sources; return the norms' bytes."""
+    found = [launch for code in sources for launch in launches(code, TOKENS // 1024, 1024)]
+    generated = {name: times for name, times in ran.items() if name.startswith("triton_")}
+    assert generated == collections.Counter(
+        launch.name for launch in found if launch.name != "addmm"
+    )
+    return bytes.total(found, 768)
+
+
+@needs_codegen
+def test_a_step_has_the_kernels_and_bytes_that_are_counted(today):
+    """The next test without its GPU: what runs is what the sources call."""
+    of_three, of_two = today[1][-2:]  # of "coupled, fold", which is counted last
+    moved = []
+    for sources in (of_three, of_two):
+        ran = collections.Counter(re.findall(r"(triton_\w+)\.run\(", "".join(sources)))
+        assert len(ran) > 5
+        moved.append(bytes_of_what_ran(sources, ran))
+    expected = LEDGER["coupled, fold"]["bfloat16 stream"]
+    assert (moved[0] - moved[1]) / TOKENS == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a trace of a compiled step")
 @pytest.mark.parametrize("arm", ["rms", "coupled, fold"])
 def test_a_real_step_has_the_kernels_and_bytes_that_are_counted(arm):
@@ -247,13 +284,8 @@ def test_a_real_step_has_the_kernels_and_bytes_that_are_counted(arm):
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             step()
             torch.cuda.synchronize()
-        found = [launch for code in sources for launch in launches(code, *idx.shape)]
-        moved[blocks] = bytes.total(found, 768)
         ran = collections.Counter(event.name for event in trace.events())
-        generated = {name: times for name, times in ran.items() if name.startswith("triton_")}
-        assert generated == collections.Counter(
-            launch.name for launch in found if launch.name != "addmm"
-        )
+        moved[blocks] = bytes_of_what_ran(sources, ran)
         print(arm, blocks, {name: times for name, times in ran.items() if "copy" in name.lower()})
     expected = LEDGER[arm]["bfloat16 stream"]
     assert (moved[3] - moved[2]) / TOKENS == pytest.approx(expected, rel=0.02)
