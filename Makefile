@@ -54,7 +54,7 @@ faults: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fault_injection
 
 gpu:
-	set -f; repro/gpu.sh $(or $(STAGES),first)
+	set -f; repro/gpu.sh $(or $(STAGES),quarter)
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .ruff_cache .mypy_cache .hypothesis
