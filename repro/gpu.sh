@@ -47,7 +47,7 @@ stage() {  # NAME COMMAND...: run it, if it is wanted and not done; without `out
   log=$out/log/$name
   if [ -f "$log.txt" ]; then echo "$name: done before"; return; fi
   if [ -n "${MINUTES:-}" ]; then
-    left=$((60 * MINUTES - SECONDS))
+    left=$((60 * MINUTES - SECONDS - 20))  # what is cut may take a moment
     [ "$end" -gt 0 ] && [ "$end" -lt "$left" ] || end=$left
     if [ "$left" -lt 20 ]; then
       failed=1

@@ -20,6 +20,7 @@ from helpers import FORKS, ROOT, json_lines
 import norm_plan
 from bench import bytes, cuda_codegen
 from bench.bytes import launches
+from common.environment import environment
 from common.errors import UserError
 from kernels.cross_entropy import cross_entropy
 from model import FOLD_PAYS, GPT, GPTConfig
@@ -298,7 +299,14 @@ def test_the_program_writes_its_table(tmp_path, monkeypatch):
     bytes.main([out])
     monkeypatch.setattr(bytes, "count", lambda config, arm: LEDGER[arm])
     bytes.main([out, f"--arms={'; '.join(LEDGER)}"])
+    first = environment(torch.device("cpu"))["git"]
+    head = (tmp_path / "new/README.md").read_text().split("\n|")[0]
+    assert f"commit {first}. Made" in " ".join(head.split())
+    place = {"git": "of another day", "versions": {"torch": "3.0"}}
+    monkeypatch.setattr(bytes, "environment", lambda device: place)
     bytes.main([out, "--arms=rms"])
+    head = " ".join((tmp_path / "new/README.md").read_text().split("\n|")[0].split())
+    assert "of another day (rms)" in head and f"commit {first} (layer, coupled," in head
     assert recorded(tmp_path / "new") == LEDGER
     pages = [folder / "README.md" for folder in (ROOT / "results/cpu/bytes", tmp_path / "new")]
     old, new = (re.findall(r"^\|.*", page.read_text(), re.M) for page in pages)
