@@ -18,12 +18,13 @@ import torch
 from helpers import FORKS, ROOT, json_lines
 
 import norm_plan
-from bench import bytes, cuda_codegen
-from bench.bytes import launches
+from bench import bytes
 from common.environment import environment
 from common.errors import UserError
 from kernels.cross_entropy import cross_entropy
 from model import FOLD_PAYS, GPT, GPTConfig
+from study import cuda_codegen, traffic
+from study.traffic import launches, total
 
 TOKENS = 65536
 # one worker computes the figures, none waits for them
@@ -184,12 +185,13 @@ def figures() -> tuple[dict[str, dict[str, float]], list[tuple[str, str]]]:
     """Count what TODAY says; return that, and the source of each step in the order of counting."""
     gc.disable()  # it takes 15 % of the time; this process soon ends
     config, sources = bytes.LedgerConfig(), []
+    cuda_code = cuda_codegen.cuda_code
 
     def code_of(*given):
-        sources.append(cuda_codegen.cuda_code(*given))
+        sources.append(cuda_code(*given))
         return sources[-1]
 
-    with mock.patch.object(bytes, "cuda_code", code_of):
+    with mock.patch.object(traffic, "cuda_code", code_of):
         found = {arm: bytes.count(config, arm, streams) for arm, streams in TODAY.items()}
     return found, sources
 
@@ -241,7 +243,7 @@ def bytes_of_what_ran(sources: Sequence[str], ran: Mapping[str, int]) -> int:
     assert generated == collections.Counter(
         launch.name for launch in found if launch.name != "addmm"
     )
-    return bytes.total(found, 768)
+    return total(found, 768)
 
 
 @needs_codegen
