@@ -93,7 +93,7 @@ class Couple:
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # of a mixin's sibling
         base = self.base_model
         # Modules come in the order in which they compute.
         paths = [path for path, _ in base.named_modules() if path.rpartition(".")[2] in NORMS]
