@@ -29,7 +29,7 @@ from torch.fx import Node
 from .certificate import Certificate, Inputs, changed
 from .graph import Graph
 from .lines import argument, describe, is_tensor, shape
-from .modules import merged, tensor_of, untie
+from .modules import end_ties, merged, tensor_of, untie
 from .rules import ROUNDING, Trial, is_cast, is_move
 from .siblings import FoldError
 
@@ -182,6 +182,8 @@ def carry_out(folds: list[Fold], model: nn.Module) -> None:
             bias.copy_(bias.double() / divisor)
         elif bias is not None:
             bias.zero_()
+    if any(target.copied_to for fold in folds for target in fold.targets):
+        end_ties(model)
 
 
 # ------------------------------------------------------------------------------------- finding them

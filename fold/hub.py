@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from .certificate import Certificate, first_line
+from .certificate import Certificate, first_line, run, touched
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
-from .siblings import ConfigError, hub
+from .siblings import ConfigError, UserError, hub, whole_folder
 
 RECIPE = "fold.json"
 
@@ -66,19 +67,45 @@ def load_pretrained(spec: str | Path) -> nn.Module:
 
 
 def save(
-    model: nn.Module, folder: str | Path, certificate: Certificate | None = None, source: str = ""
+    model: nn.Module,
+    folder: str | Path,
+    certificate: Certificate | None = None,
+    source: str = "",
+    inputs: dict[str, Any] | None = None,
 ) -> None:
-    """Save a folded model of transformers.
+    """Save a folded model of transformers, load it again, and compare the two.
+
+    The folder takes its name only if what is loaded is the same model to the bit: weights, norms
+    and what it returns.
 
     Args:
         model: a model of transformers that fold.fold or fold.fold_gains returned.
-        folder: gets what save_pretrained writes, and fold.json where a module is not transformers'.
+        folder: a new one. It gets what save_pretrained writes, and fold.json where a module is not
+            transformers'.
         certificate: is written as certificate.json. Of gains that were folded, config.json holds
             its SHA-256 as `weightless_norms`.
         source: folder or hub name of the model before the fold; its tokenizer and other small files
             are copied.
+        inputs: keyword arguments on which both are run; random ones by default.
+
+    Raises:
+        UserError: what is loaded is another model.
     """
     folder = Path(folder)
+    if any(folder.glob("*")):
+        raise ConfigError(f"{folder}: there is something in it: choose a new folder")
+    with whole_folder(folder) as unfinished:
+        _write(model, unfinished, certificate, source)
+        difference = _difference_to(model, unfinished, inputs)
+        if difference:
+            raise UserError(
+                f"{folder}: nothing written: loaded again, it would be another model "
+                f"({difference}): please report it"
+            )
+
+
+def _write(model: nn.Module, folder: Path, certificate: Certificate | None, source: str) -> None:
+    """Write all files of a folder, as `save` says."""
     told = "" if certificate is None else certificate.to_json() + "\n"
     swaps = [module.swap for module in model.modules() if isinstance(module, FoldedNorm)]
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
@@ -98,6 +125,30 @@ def save(
         (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
     if told:
         (folder / "certificate.json").write_text(told, encoding="utf-8")
+
+
+def _difference_to(model: nn.Module, folder: Path, inputs: dict[str, Any] | None) -> str:
+    """Load a folder, and say what differs from the model that was saved there; "" for nothing."""
+    try:
+        again = load_as_saved(folder)
+    except UserError as error:
+        return str(error)
+    names = touched(model, again)
+    if names:
+        return f"{names[0]} differs"
+    was_training = model.training
+    inputs = example_inputs(model, seed=0) if inputs is None else inputs
+    outputs = [tree_leaves(run(one.eval(), inputs, widen=False)) for one in (model, again)]
+    model.train(was_training)
+    pairs = zip(*outputs, strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+    return "" if same else "its weights are the same, what it returns is not"
+
+
+def load_as_saved(spec: str | Path) -> nn.Module:
+    """Load a model of transformers, with its RMSNorms where it is one that was folded."""
+    is_folded = (hub.model_folder(spec) / RECIPE).exists()
+    return load(spec) if is_folded else load_pretrained(spec)
 
 
 def load(spec: str | Path) -> nn.Module:

@@ -222,6 +222,8 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
                 weight.copy_(new)
         if gain is not None:
             gain.fill_(1)
+    if any(names for _, names in plan.sources):
+        end_ties(model)
     swap_and_insert(plan, model)
     weights = [
         (alias, axis, source.block)
@@ -242,12 +244,36 @@ def untie(model: nn.Module, names: Collection[str], value: Tensor) -> None:
     for name in names:
         module, attribute = _owner(model, name)
         setattr(module, attribute, new)
-    # Otherwise transformers would tie the head to the copy when a saved model is loaded.
-    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        model.config.tie_word_embeddings = False
-    elif all_names[-1] in names:
+    if not _tying_configs(model) and all_names[-1] in names:
         # A tied model would take the last value for all names: it must not load this state dict.
         model.register_buffer("untied", torch.ones(()))
+
+
+def end_ties(model: nn.Module) -> None:
+    """Let transformers tie nothing when this model is loaded, in place; for after `untie`.
+
+    Other models stay as they are. transformers has one switch for all ties of a model. So every
+    parameter that still has several names gets a value of its own under each of them: saving would
+    leave out all but one, and loading would draw the others at random.
+    """
+    configs = _tying_configs(model)
+    if not configs:
+        return
+    for config in configs:
+        config.tie_word_embeddings = False
+    seen = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:
+                copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                setattr(module, name, copied)
+            seen.add(parameter)
+
+
+def _tying_configs(model: nn.Module) -> list[Any]:
+    """Return the configs of transformers by which it ties parameters as it loads a model."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return [config for config in configs if getattr(config, "tie_word_embeddings", False)]
 
 
 def reparametrize(plan: Plan, model: nn.Module) -> None:

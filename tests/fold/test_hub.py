@@ -9,14 +9,14 @@ import os
 
 import pytest
 import torch
-from helpers import shake
+from helpers import close, shake
 
 pytest.importorskip("transformers")
 
 import convert
 from common.errors import ConfigError, FoldError, HFError, UserError
 from common.hub import import_transformers
-from fold import hub
+from fold import analyze, fold, fold_gains, hub
 from fold.modules import FoldedNorm
 
 hf = import_transformers()
@@ -32,6 +32,18 @@ OPT = dict(
     **WORDS,
 )
 GPT2 = dict(n_embd=16, n_layer=1, n_head=2, n_positions=32, **WORDS)
+
+SEQ2SEQ = dict(
+    d_model=16,
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_ffn_dim=24,
+    decoder_ffn_dim=24,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    decoder_start_token_id=2,
+    **WORDS,
+)
 
 
 @pytest.fixture
@@ -108,10 +120,34 @@ def test_nothing_is_left_of_a_folder_that_is_another_model(folder, tmp_path, mon
         model.model.decoder.final_layer_norm.bias.data += 1
         return model
 
-    monkeypatch.setattr(convert, "load", damaged)
-    with pytest.raises(UserError, match="nothing written: loaded again"):
+    monkeypatch.setattr(hub, "load", damaged)
+    with pytest.raises(UserError, match=r"nothing written: .* \(.*final_layer_norm\.bias differs"):
         convert.main([str(source), "--to=rms", f"--out={tmp_path / 'new' / 'out'}"])
     assert list((tmp_path / "new").iterdir()) == []
+
+
+TIED = {
+    "BartForConditionalGeneration": dict(max_position_embeddings=20, **SEQ2SEQ),
+    "BertForMaskedLM": dict(**SIZE, **WORDS),
+    "RobertaForMaskedLM": dict(max_position_embeddings=40, **SIZE, **WORDS),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("to", ["weightless", "rms"])
+def test_untying_one_tie_keeps_the_others(to, name, folder, tmp_path):
+    """In what save_pretrained writes and from_pretrained reads, as well."""
+    before = hub.load_pretrained(folder(name, **TIED[name]))
+    x = hub.example_inputs(before, seed=5)
+    if to == "rms":
+        after, certificate = fold(before, analyze(before, x), untie=True)
+    else:
+        after, certificate = fold_gains(before, x)
+    assert certificate.ok and not after.config.tie_word_embeddings
+    after.save_pretrained(tmp_path / "plain")
+    hub.save(after, tmp_path / "out", certificate)
+    for path in (tmp_path / "plain", tmp_path / "out"):
+        close(run(type(before).from_pretrained(path), x), run(before, x), 1e-5)
 
 
 def test_refusals(folder, tmp_path):
@@ -154,17 +190,6 @@ def test_inputs_of_a_file(folder, tmp_path, capsys):
     assert told["strict"] == 0 and told["rules"] == "paper"
 
 
-SEQ2SEQ = dict(
-    d_model=16,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_ffn_dim=24,
-    decoder_ffn_dim=24,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    decoder_start_token_id=2,
-    **WORDS,
-)
 KINDS = {
     "BartModel": dict(max_position_embeddings=20, **SEQ2SEQ),
     "CLIPModel": dict(
