@@ -69,7 +69,7 @@ from configurator import key, parse_args
 from fold import Report, gpt
 from fold.certificate import Certificate, certify
 from fold.choice import LEFT
-from fold.hub import example_inputs, load_pretrained, no_cache, save
+from fold.hub import example_inputs, load_as_saved, no_cache, save
 from hf.config import COUPLED, architecture, gpt_config
 from hf.weights import export_hf
 from load import load_model
@@ -109,6 +109,11 @@ class ConvertConfig:
         "rms, weightless: a tied head gets weights of its own where the embedding is centred, or "
         "the head takes over a gain",
     )
+    keep_final_gain: bool = key(
+        False,
+        "weightless, transformers' models: norms that the head reads keep their gains, so that "
+        "AutoModel and hidden states are the same, too",
+    )
     insert: bool = key(
         False,
         "rms, transformers' models: insert centrings where they fold more norms than they are",
@@ -143,6 +148,7 @@ class ConvertConfig:
             "text": ("coupled",),
             "insert": ("rms",),
             "untie": ("rms", "weightless"),
+            "keep_final_gain": ("weightless",),
             "transformers": ("rms", ""),
             "inputs": ("rms", "weightless", ""),
         }
@@ -167,8 +173,10 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
     Raises:
         FoldError: the conversion does not fit the model, or is not exact and not allowed to be.
     """
-    if config.insert or config.inputs:
-        raise ConfigError("insert and inputs are for models of transformers: remove them")
+    if config.insert or config.inputs or config.keep_final_gain:
+        raise ConfigError(
+            "insert, inputs and keep_final_gain are for models of transformers: remove them"
+        )
     tokens = random_tokens(model, config.seed)
     exact = True  # for any weights
     if config.to == "rms":
@@ -287,10 +295,10 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
     Raises:
         FoldError: nothing folds, or the fold is not exact.
     """
-    model = load_pretrained(spec)
+    model = load_as_saved(spec)
     inputs = foreign_inputs(model, config)
     if config.to == "weightless":
-        after, certificate = fold.fold_gains(model, inputs, config.untie)
+        after, certificate = fold.fold_gains(model, inputs, config.untie, config.keep_final_gain)
         lines = left_lines(certificate)
         how = f"what loads {spec} loads it"
     else:
@@ -336,7 +344,7 @@ def logits_of_head(model: GPT, hidden: Tensor) -> Tensor:
 def analyze(spec: str, config: ConvertConfig) -> Report:
     """Analyse the LayerNorms of a model, ours or transformers', as fold.analyze does."""
     if is_foreign(spec, config):
-        model = load_pretrained(spec)
+        model = load_as_saved(spec)
         return fold.analyze(model, foreign_inputs(model, config), config.rules)
     model = load_model(spec)
     if model.lm_head is None:

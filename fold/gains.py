@@ -74,6 +74,11 @@ class Target:
     bias: str | None
     copied_to: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """A name under which the linears read it."""
+        return self.copied_to[0] if self.copied_to else self.weight
+
 
 # A weight that reads the channels of a norm, the linear operation that does it, and the one that
 # reads the parameter: the same, or a cast before it
@@ -90,7 +95,7 @@ class Fold:
 
 
 def fold_gains(
-    model: nn.Module, inputs: Inputs, untie: bool = True
+    model: nn.Module, inputs: Inputs, untie: bool = True, keep_final_gain: bool = False
 ) -> tuple[nn.Module, Certificate]:
     """Fold the gains and biases that linear layers alone read into these layers, in a copy.
 
@@ -99,6 +104,9 @@ def fold_gains(
         inputs: positional (tuple) or keyword (dict) arguments of the model.
         untie: a head that shares the embedding's weights may get weights of its own. It costs the
             memory of an embedding matrix.
+        keep_final_gain: of a model of transformers, leave the gains and biases that linears outside
+            of its base model read, such as the head. So the base model alone, which AutoModel loads
+            from the same folder, is the same function, too.
 
     Returns:
         (copy, certificate). The certificate names the gains and biases that stay, and why. If its
@@ -107,7 +115,7 @@ def fold_gains(
     Raises:
         FoldError: no gain folds, or the model cannot be exported or run in float64.
     """
-    folds, left = plan_folds(Graph(model, inputs), untie)
+    folds, left = plan_folds(Graph(model, inputs), untie, keep_final_gain)
     return changed(
         model,
         partial(carry_out, folds),
@@ -115,11 +123,14 @@ def fold_gains(
         what=f"{type(model).__name__}: {len(folds)} gains folded into linears",
         folded=len(folds),
         refusals=left,
+        to="weightless",
     )
 
 
-def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
-    """Find the gains that fold.
+def plan_folds(
+    graph: Graph, untie: bool, keep_final_gain: bool = False
+) -> tuple[list[Fold], dict[str, str]]:
+    """Find the gains that fold; the arguments are those of `fold_gains`.
 
     Returns:
         The folds, and the parameters that stay: name -> why.
@@ -136,14 +147,18 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
         if _is_neutral(graph, affines[0]):
             continue
         found = _plan(graph, affines, untie)
+        if keep_final_gain and isinstance(found, Fold):
+            found = _reader_outside(graph.model, found) or found
         if isinstance(found, str):
             left |= dict.fromkeys([gain, *{affine.bias for affine in affines} - {None}], found)
             continue
         folds.append(found)
         if found.bias_stays:
-            without = min(found.targets, key=lambda target: target.bias is not None)
-            owner = (*without.copied_to, without.weight)[0]
-            left[affines[0].bias] = f"{owner} has no bias of its own that could take it over"
+            without_bias = next(
+                (target for target in found.targets if target.bias is None), found.targets[0]
+            )
+            why = f"{without_bias.name} has no bias of its own that could take it over"
+            left[affines[0].bias] = why
     if not folds:
         first = next((f"; {name} stays: {why}" for name, why in left.items()), "")
         raise FoldError(
@@ -163,7 +178,7 @@ def carry_out(folds: list[Fold], model: nn.Module) -> None:
         bias = None if affine.bias is None else tensor_of(model, affine.bias)
         for target in fold.targets:
             # A copy of a tied weight, which a fold before may have taken the first name of.
-            old = tensor_of(model, (*target.copied_to, target.weight)[0])
+            old = tensor_of(model, target.name)
             weight = old.double()
             channels = list(target.channels)
             if bias is not None and not fold.bias_stays:
@@ -306,6 +321,17 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
         if (graph.values[first.bias].flatten()[gain == 0] != 0).any():
             return "its bias has to stay, and the gain is 0 where the bias is not"
     return Fold(first, bias_stays, targets)
+
+
+def _reader_outside(model: nn.Module, fold: Fold) -> str:
+    """Say which linear outside of the base model of transformers would take over a gain, if any."""
+    prefix = getattr(model, "base_model_prefix", "")
+    if not hasattr(model, prefix):
+        return ""  # it is the base model, or another module
+    for target in fold.targets:
+        if not target.name.startswith(f"{prefix}."):
+            return f"{target.name}, outside of the base model, reads what it multiplies"
+    return ""
 
 
 def _other_use(graph: Graph, name: str, known: Collection[Node]) -> Node | None:

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .certificate import Certificate, first_line, run, touched
-from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
+from .modules import Center, FoldedNorm, Insertion, Plan, Swap, set_check, swap_and_insert
 from .siblings import ConfigError, UserError, hub, whole_folder
 
 RECIPE = "fold.json"
+CERTIFICATE = "certificate.json"
 
 
 def load_pretrained(spec: str | Path) -> nn.Module:
@@ -82,8 +83,9 @@ def save(
         model: a model of transformers that fold.fold or fold.fold_gains returned.
         folder: a new one. It gets what save_pretrained writes, and fold.json where a module is not
             transformers'.
-        certificate: is written as certificate.json. Of gains that were folded, config.json holds
-            its SHA-256 as `weightless_norms`.
+        certificate: is written as certificate.json, with that of the source if there is one.
+            config.json says in `converted_from` what was converted to what, and if gains were ever
+            folded, `weightless_norms` is the file's SHA-256.
         source: folder or hub name of the model before the fold; its tokenizer and other small files
             are copied.
         inputs: keyword arguments on which both are run; random ones by default.
@@ -106,25 +108,45 @@ def save(
 
 def _write(model: nn.Module, folder: Path, certificate: Certificate | None, source: str) -> None:
     """Write all files of a folder, as `save` says."""
-    told = "" if certificate is None else certificate.to_json() + "\n"
-    swaps = [module.swap for module in model.modules() if isinstance(module, FoldedNorm)]
+    norms = [module for module in model.modules() if isinstance(module, FoldedNorm)]
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     recipe = {
-        "swaps": [asdict(swap) for swap in swaps],
+        "swaps": [asdict(norm.swap) for norm in norms],
         "insertions": [asdict(hook.insertion) for hook in hooks if isinstance(hook, Center)],
+        "check": any(norm.check for norm in norms),
     }
-    is_changed = bool(swaps or recipe["insertions"])
-    if told and not is_changed:  # the weights say everything, but nobody would see that
-        model.config.weightless_norms = hashlib.sha256(told.encode()).hexdigest()
+    if certificate is not None:
+        told = _told(certificate, source)
+        (folder / CERTIFICATE).write_bytes(told)
+        _mark(model.config, certificate, source, hashlib.sha256(told).hexdigest())
     model.save_pretrained(folder)
     # A tokenizer and the like, where save_pretrained has not written the file itself
     for path in hub.companions(hub.model_folder(source)) if source else ():
         if not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
-    if is_changed:
+    if any(recipe.values()):
         (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
-    if told:
-        (folder / "certificate.json").write_text(told, encoding="utf-8")
+
+
+def _told(certificate: Certificate, source: str) -> bytes:
+    """Return the JSON of a certificate with that of the source, which may be converted, too."""
+    told = json.loads(certificate.to_json()) | {"source": source}
+    path = hub.model_folder(source) / CERTIFICATE if source else None
+    if path is not None and path.is_file():
+        told["source_certificate"] = json.loads(path.read_text(encoding="utf-8"))
+    return (json.dumps(told, indent=1) + "\n").encode()
+
+
+def _mark(config: Any, certificate: Certificate, source: str, sha256: str) -> None:
+    """Say in config.json what a model was made of: its weights alone would not show it."""
+    config.converted_from = {
+        "source": source,
+        "weights": certificate.weights.get("before", ""),
+        "to": certificate.to,
+        "certificate": sha256,
+    }
+    if certificate.to == "weightless" or hasattr(config, "weightless_norms"):
+        config.weightless_norms = sha256
 
 
 def _difference_to(model: nn.Module, folder: Path, inputs: dict[str, Any] | None) -> str:
@@ -151,11 +173,13 @@ def load_as_saved(spec: str | Path) -> nn.Module:
     return load(spec) if is_folded else load_pretrained(spec)
 
 
-def load(spec: str | Path) -> nn.Module:
+def load(spec: str | Path, check: bool | None = None) -> nn.Module:
     """Load a model that `save` wrote, in eval mode.
 
     Args:
         spec: a folder or a hub name.
+        check: each of the RMSNorms checks that its input is centred, as in fold.fold; None for what
+            the saved model did.
 
     Raises:
         HFError: fold.json is missing, or no JSON.
@@ -165,12 +189,14 @@ def load(spec: str | Path) -> nn.Module:
     try:
         swaps = [Swap(**swap) for swap in recipe["swaps"]]
         insertions = [Insertion(**found) for found in recipe["insertions"]]
+        was_checked = recipe.get("check", False)  # older ones lack it
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"{spec}: {RECIPE} is damaged, or of another version ({error}): convert the model again"
         ) from None
     model = load_pretrained(spec)
     swap_and_insert(Plan(swaps=swaps, insertions=insertions), model)
+    set_check(model, was_checked if check is None else check)
     return model
 
 

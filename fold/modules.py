@@ -124,6 +124,13 @@ class FoldedNorm(nn.Module):
             )
 
 
+def set_check(model: nn.Module, check: bool) -> None:
+    """Let each of the RMSNorms of a folded model check that its input is centred, or not."""
+    for module in model.modules():
+        if isinstance(module, FoldedNorm):
+            module.check = check
+
+
 def is_centred(blocks: Tensor) -> bool:
     """Tell whether the last axis has zero mean, but for rounding."""
     wide = blocks.double()
@@ -173,6 +180,36 @@ class Center:
                 "inputs of this kind"
             )
         return centered(x, self.insertion.axis, self.insertion.block)
+
+
+# Arguments of models of transformers that take the place of rows of an embedding
+EMBEDDED = ("inputs_embeds", "decoder_inputs_embeds")
+
+
+class CenterEmbedded:
+    """Centre embeddings that a caller gives, where the model's own are (a forward pre-hook).
+
+    The LayerNorms of the model before did not see their mean: RMSNorms would. That makes them the
+    same function again.
+    """
+
+    def __call__(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        for name in EMBEDDED:
+            x = kwargs.get(name)
+            if x is not None and is_centred(_embedding(model, name)):
+                kwargs = kwargs | {name: centered(x, -1, x.shape[-1])}
+        return args, kwargs
+
+
+def _embedding(model: nn.Module, argument: str) -> Tensor:
+    """Return the weights (V, C) of the embedding of a model of transformers, for an argument."""
+    if argument == "decoder_inputs_embeds":
+        model = model.get_decoder()
+    elif getattr(model.config, "is_encoder_decoder", False):
+        model = model.get_encoder()
+    return model.get_input_embeddings().weight.detach()
 
 
 class CenteredWeight(nn.Module):
@@ -327,6 +364,9 @@ def swap_and_insert(plan: Plan, model: nn.Module) -> None:
             module.use_nested_tensor = False  # nested tensors need the fast path of its layers
     for insertion in plan.insertions:
         model.get_submodule(insertion.path).register_forward_hook(Center(insertion))
+    if plan.swaps and hasattr(model, "get_input_embeddings"):
+        for entry in {model, getattr(model, "base_model", model)}:
+            entry.register_forward_pre_hook(CenterEmbedded(), with_kwargs=True)
 
 
 def _centered_once(weight: Tensor, gain: Tensor | None, axis: int, block: int) -> Tensor:
