@@ -125,6 +125,7 @@ class Certificate:
         seed: of random weights and fresh inputs.
         weights: SHA-256 of the weights "before" and "after" (`weights_hash`).
         to: name of the conversion.
+        notes: what else is to be said, for people.
     """
 
     what: str
@@ -145,6 +146,7 @@ class Certificate:
     seed: int = SEED
     weights: dict[str, str] = field(default_factory=dict)
     to: str = ""
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         verdict = "exact" if self.ok else f"NOT exact ({self.reason})"
@@ -169,6 +171,7 @@ class Certificate:
             is_resized = any(check.inputs == "resized" for check in self.checks)
             sizes = ", in other sizes too" if is_resized else ""
             lines.append(f"  for the arguments, branches and mode of the given inputs{sizes}")
+        lines += [f"  {note}" for note in self.notes]
         lines += [f"  not covered: {use}" for use in self.not_covered]
         return "\n".join(lines)
 
