@@ -14,7 +14,7 @@
         which LayerNorms can become RMSNorm, and why
     python convert.py openai-community/gpt2 --to=rms --out=out/gpt2-rms
         a model of transformers with RMSNorms: exact
-    python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
+    python convert.py facebook/opt-125m --to=rms --out=out/opt-rms
         any other model of transformers: exact
     python convert.py Qwen/Qwen3-0.6B --to=weightless --out=out/qwen3-weightless
         any model of transformers, written as it was with gains of 1: exact
@@ -343,6 +343,10 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
         if certificate.ok and not certificate.folded:
             first = next((row.reason for row in report.rows), "it has none")
             raise FoldError(f"{spec}: none {counts} folds: {first}")
+        more = report.analysis.choose(config.untie, insert=True, hooks=True)
+        if len(more.norms) > certificate.folded:
+            inserted = len(more.centrings())
+            lines.append(f"with --insert {len(more.norms)} fold ({inserted} centrings inserted)")
         how = (
             f"transformers reads it with LayerNorms (the same function), `from fold import hub; "
             f"hub.load({config.out!r})` with RMSNorms"

@@ -33,7 +33,14 @@ from .modules import end_ties, merged, tensor_of, untie
 from .rules import ROUNDING, Trial, is_cast, is_move
 from .siblings import FoldError
 
-PRODUCTS = ("aten.linear.", "aten.addmm.", "aten.mm.", "aten.matmul.", "aten.einsum.")
+PRODUCTS = (
+    "aten.linear.",
+    "aten.addmm.",
+    "aten.mm.",
+    "aten.bmm.",
+    "aten.matmul.",
+    "aten.einsum.",
+)
 NORMS = ("aten.layer_norm.", "aten.native_layer_norm.", "aten.rms_norm.")
 
 
@@ -404,27 +411,47 @@ def _read(graph: Graph, user: Node, x: Node, channels: Tensor) -> Read | None:
 
     That is tried out: to scale the channels must be the same as to scale an axis of the weight.
     """
-    rows = channels.reshape(-1, channels.shape[-1])
-    if not str(user.target).startswith(PRODUCTS) or not bool((rows == rows[0]).all()):
+    if not str(user.target).startswith(PRODUCTS):
         return None
+    along = _axis_of(channels)
+    if along is None:
+        return None
+    order = channels.movedim(along, -1).reshape(-1, channels.shape[along])[0]
     trial = Trial(user)
-    factors = trial.draw(rows[0])
-    scaled = trial.run({x: trial.values[x] * factors})
+    factors = trial.draw(order)
+    scaled = trial.run({x: merged(trial.values[x], factors, along)})
     for entry, value in trial.values.items():
         for axis, size in enumerate(value.shape):
             if entry is x or size != len(factors):
                 continue
             other = trial.run({entry: merged(value, factors, axis)})
             if torch.allclose(scaled, other, rtol=0, atol=ROUNDING):
-                return _target(graph, user, entry, axis, rows[0])
+                return _target(graph, user, entry, axis, order)
+    return None
+
+
+def _axis_of(channels: Tensor) -> int | None:
+    """Return the axis along which alone the channels differ; the last one that does it, or None."""
+    for axis in reversed(range(channels.dim())):
+        rows = channels.movedim(axis, -1).reshape(-1, channels.shape[axis])
+        if channels.shape[axis] > 1 and bool((rows == rows[0]).all()):
+            return axis
     return None
 
 
 def _target(graph: Graph, user: Node, weight: Node, axis: int, channels: Tensor) -> Read | None:
-    """Return the parameter that an operation reads as `weight`; None if that is not one alone."""
+    """Return the parameter that an operation reads as `weight`; None if that is not one alone.
+
+    Of several experts in one parameter, along its first axis, the operation may read some.
+    """
     entry = user
     while weight not in graph.names:
-        if not is_cast(weight) or len(weight.users) != 1:
+        if len(weight.users) != 1:
+            return None
+        if str(weight.target).startswith("aten.transpose."):
+            first, second = (place % len(shape(weight)) for place in weight.args[1:])
+            axis = {first: second, second: first}.get(axis, axis)
+        elif not is_cast(weight) and not (_picks_experts(weight) and axis > 0):
             return None
         entry = weight
         weight = weight.args[0]
@@ -434,6 +461,14 @@ def _target(graph: Graph, user: Node, weight: Node, axis: int, channels: Tensor)
     bias = None if added is None else argument(user, added)
     bias = graph.names[bias] if _is_parameter(graph, bias) else None
     return Target(graph.names[weight], axis, tuple(channels.tolist()), bias), user, entry
+
+
+def _picks_experts(node: Node) -> bool:
+    """Tell whether an operation picks slices along the first axis of a tensor, and no more."""
+    if str(node.target) != "aten.index.Tensor":
+        return False
+    indices = node.args[1]
+    return len(indices) == 1 and is_tensor(indices[0]) and len(shape(indices[0])) == 1
 
 
 def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...] | str:

@@ -1,6 +1,6 @@
 """Load, fold and save models of transformers, of any architecture.
 
-    model = load_pretrained("facebook/opt-350m")   # from a folder or a hub name
+    model = load_pretrained("facebook/opt-125m")   # from a folder or a hub name
     save(folded, "out/opt-rms")                    # a model that fold.fold returned
     model = load("out/opt-rms")                    # the same model, with its RMSNorms
 
@@ -64,6 +64,9 @@ def load_pretrained(spec: str | Path) -> nn.Module:
             f"{spec}: {missing[0]} is not there ({len(missing)} are missing): are config.json and "
             "the weights of one model?"
         )
+    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        # Its product has no float64. This one has, and can be exported.
+        model.set_experts_implementation("batched_mm")
     return model.eval()
 
 

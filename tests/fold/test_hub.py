@@ -255,6 +255,39 @@ def test_checks_are_saved(folder, tmp_path):
             run(model, tokens)
 
 
+def test_experts_take_gains_over(folder, tmp_path):
+    """Of a mixture of experts, whose product of groups has no float64."""
+    source = folder("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2, **LLAMA)
+    convert.main([str(source), "--to=weightless", f"--out={tmp_path / 'out'}"])
+    before, after = (hf.MixtralForCausalLM.from_pretrained(at) for at in (source, tmp_path / "out"))
+    gains = [norm.weight for name, norm in after.named_modules() if name.endswith("norm")]
+    assert len(gains) == 3 and all((gain == 1).all() for gain in gains)
+    x = hub.example_inputs(before, seed=5)
+    close(run(after, x), run(before, x), 1e-5)
+
+
+# facebook/opt-350m has Post-LN, and gets refused
+OPT_350M = OPT | dict(do_layer_norm_before=False, word_embed_proj_dim=8)
+
+
+def test_the_documented_example_folds_and_another_layout_is_refused(folder, tmp_path):
+    """The example of the manual is an OPT of the layout of facebook/opt-125m."""
+    assert "facebook/opt-125m --to=rms" in convert.__doc__
+    convert.main([str(folder("OPTForCausalLM", **OPT)), "--to=rms", f"--out={tmp_path / 'out'}"])
+    with pytest.raises(FoldError, match="none of 2 LayerNorms"):
+        convert.main([str(folder("OPTForCausalLM", **OPT_350M)), "--to=rms"])
+
+
+def test_what_more_insert_would_fold_is_said(folder, capsys):
+    source = folder("BloomForCausalLM", hidden_size=16, n_layer=2, n_head=2, **WORDS)
+    convert.main([str(source), "--to=rms", "--json"])
+    printed = capsys.readouterr().out
+    folded = json.loads(printed.splitlines()[-1])["folded"]
+    convert.main([str(source), "--to=rms", "--insert", "--json"])
+    more = json.loads(capsys.readouterr().out.splitlines()[-1])["folded"]
+    assert folded < more and f"with --insert {more} fold" in printed
+
+
 def test_refusals(folder, tmp_path):
     opt = folder("OPTForCausalLM", **OPT)
     with pytest.raises(
