@@ -593,8 +593,9 @@ def scaled_inputs(inputs: Inputs) -> Iterator[list[Inputs]]:
     Yields:
         Lists of one, as `other_sizes` does; none where there is nothing to multiply.
     """
-    tensors = [x for x in _floats(inputs) if not _is_mask(x)]
-    for scale in SCALES if tensors else ():
+    if all(_is_mask(x) for x in _floats(inputs)):
+        return
+    for scale in SCALES:
 
         def scaled(x: Tensor, scale: float = scale) -> Tensor:
             return x * scale if x.is_floating_point() and not _is_mask(x) else x
@@ -644,9 +645,10 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
     deeper = tensors
     for n in (1, 2, 3):
         deeper = {i: _deeper(x) for i, x in deeper.items()}
-        yield [changed(deeper)]
-        yield [changed({i: x[(0,) * n] for i, x in tensors.items() if x.dim() >= n})]
-        yield [changed({i: x[(None,) * n] for i, x in tensors.items()})]
+        first_of_axes = {i: x[(0,) * n] for i, x in tensors.items() if x.dim() >= n}
+        axes_in_front = {i: x[(None,) * n] for i, x in tensors.items()}
+        for new in (deeper, first_of_axes, axes_in_front):
+            yield [changed(new)]
 
 
 def _deeper(x: Tensor) -> Tensor:

@@ -157,7 +157,9 @@ def plan_folds(
         if keep_final_gain and isinstance(found, Fold):
             found = _reader_outside(graph.model, found) or found
         if isinstance(found, str):
-            left |= dict.fromkeys([gain, *{affine.bias for affine in affines} - {None}], found)
+            left[gain] = found
+            biases = {affine.bias for affine in affines if affine.bias is not None}
+            left |= dict.fromkeys(biases, found)
             continue
         folds.append(found)
         if found.bias_stays:
@@ -167,11 +169,14 @@ def plan_folds(
             why = f"{without_bias.name} has no bias of its own that could take it over"
             left[affines[0].bias] = why
     if not folds:
-        first = next((f"; {name} stays: {why}" for name, why in left.items()), "")
-        raise FoldError(
+        reason = (
             f"{type(graph.model).__name__}: none of its norms has a gain but 1 that linears alone "
-            f"read{first}"
+            "read"
         )
+        if left:
+            name, why = next(iter(left.items()))
+            reason += f"; {name} stays: {why}"
+        raise FoldError(reason)
     return folds, left
 
 

@@ -123,8 +123,9 @@ def _write(model: nn.Module, folder: Path, certificate: Certificate | None, sour
         (folder / CERTIFICATE).write_bytes(told)
         _mark(model.config, certificate, source, hashlib.sha256(told).hexdigest())
     model.save_pretrained(folder)
+    companions = hub.companions(hub.model_folder(source)) if source else ()
     # A tokenizer and the like, where save_pretrained has not written the file itself
-    for path in hub.companions(hub.model_folder(source)) if source else ():
+    for path in companions:
         if not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
     if any(recipe.values()):

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import permutations, product
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -412,15 +412,25 @@ def find_swap(graph: Graph, path: str, norm: Norm) -> Swap | str:
         return more
     alone = widened(duplicate(module)).cpu()
     randomize(alone)
+    deeper = {(3, *size) for size in shapes}
     # The last axis in tensors of any rank, or an axis of tensors of one rank
-    places = [(-1, None), *((axis, len(size)) for size in shapes for axis in range(len(size)))]
-    for (axis, ndim), (gain, bias) in product(places, permutations([*tensors, None, None], 2)):
-        swap = Swap(
-            path, axis, norm.groups * norm.line.block, norm.groups, norm.eps, gain, bias, ndim
-        )
-        sizes = shapes if ndim else {*shapes, *((3, *size) for size in shapes)}
-        if all(_computes(alone, swap, size) for size in sizes):
-            return swap
+    places: list[tuple[int, int | None, set]] = [(-1, None, shapes | deeper)]
+    for size in shapes:
+        places += [(axis, len(size), shapes) for axis in range(len(size))]
+    for axis, ndim, sizes in places:
+        for gain, bias in permutations([*tensors, None, None], 2):
+            swap = Swap(
+                path=path,
+                axis=axis,
+                channels=norm.groups * norm.line.block,
+                groups=norm.groups,
+                eps=norm.eps,
+                gain=gain,
+                bias=bias,
+                ndim=ndim,
+            )
+            if all(_computes(alone, swap, size) for size in sizes):
+                return swap
     return more
 
 
