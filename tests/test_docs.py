@@ -126,7 +126,8 @@ python train.py config/shakespeare_char.py
 python train.py config/layer.py --init_from=gpt2
 python convert.py openai-community/gpt2 --analyze
 python convert.py openai-community/gpt2 --to=rms --out=out/gpt2-rms
-python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
+python convert.py facebook/opt-125m --to=rms --out=out/opt-rms
+python convert.py google/gemma-3-1b-pt --to=rescaled --factor=2^-6 --out=out/gemma
 python data/prepare.py mine.txt --tokenizer=gpt2 --out_dir=data/mine
 python train.py --init_from=gpt2 --data_dir=data/mine --out_dir=out/tuned --dropout=0.1 \
   --max_iters=200 --warmup_iters=20 --learning_rate=6e-5 --min_lr=6e-6 --batch_size=4 \
