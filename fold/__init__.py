@@ -71,6 +71,7 @@ from .choice import Analysis, Finding
 from .gains import fold_gains
 from .graph import Graph
 from .modules import FoldedNorm, Plan, carry_out, reparametrize
+from .norm_probes import norms_of
 from .siblings import FoldError
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "analyze",
     "fold",
     "fold_gains",
+    "norms_of",
     "parametrize_cbwc",
 ]
 
