@@ -466,17 +466,27 @@ def fit_eps(f: Function, found: Found, x: Tensor) -> Formula | None:
             replace(formula, eps=size * (1 / at - 1), place=OUTSIDE),
             replace(formula, eps=size / 2 / below, place=CLAMP),
         ]
-    spiked = rows.clone()
-    spiked[..., 0] *= SPIKE
     for candidate in candidates:
-        trial = replace(found, formula=candidate)
-        if all(
-            _gives(f, trial, size * 2.0**k * some)
-            for k in (SIZES if is_halved else (-20, -10, 0, 10, 20))
-            for some in (rows, spiked)
-        ):
+        if holds(f, replace(found, formula=candidate), x, None if is_halved else 1.0):
             return candidate
     return None
+
+
+def holds(f: Function, found: Found, x: Tensor, size: float | None = None) -> bool:
+    """Tell whether a formula gives the outputs at five sizes, and with a channel scaled.
+
+    Args:
+        size: in the middle of the five; None: where eps halves the output.
+    """
+    formula = found.formula
+    if size is None:
+        size = math.sqrt(formula.eps / 3) if formula.place == INSIDE else formula.eps
+        size = size / formula.unit or 1.0
+    rows = numbers(found.layout.size, 20, x, found.precision.dtype)
+    spiked = rows.clone()
+    spiked[..., 0] *= SPIKE
+    sizes = SIZES if formula.place != NO_EPS else (-20, -10, 0, 10, 20)
+    return all(_gives(f, found, size * 2.0**k * some) for k in sizes for some in (rows, spiked))
 
 
 def _gives(f: Function, found: Found, rows: Tensor) -> bool:

@@ -83,12 +83,14 @@ def hand_norms(graph: Graph, taken: Collection[str]) -> Iterator[HandNorm]:
         taken: paths of modules that are norms: what is in them is theirs.
     """
     found: set[Node] = set()
+
+    def is_taken(node: Node) -> bool:
+        stack = node.meta.get("nn_module_stack", {}).values()
+        return any(path in taken for path, _ in stack)
+
     for node in graph.nodes:
-        paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-        if any(path in taken for path in paths):
-            continue
-        for piece in _pieces(graph, node):
-            if piece.y not in found:
+        for piece in () if is_taken(node) else _pieces(graph, node):
+            if piece.y not in found and not is_taken(piece.y):
                 found.add(piece.y)
                 yield piece
                 break

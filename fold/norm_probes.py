@@ -13,7 +13,6 @@ rounding from the bits of its outputs in 16 bits (roundings.py). Who reads it is
 cannot be probed is "not known".
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -37,6 +36,7 @@ from .formulas import (
     difference,
     fit_gain,
     forgets_size,
+    holds,
     identify,
     numbers,
 )
@@ -51,6 +51,7 @@ from .siblings import FoldError
 WIDTHS = (torch.bfloat16, torch.float16)
 ROWS = 256  # of the batch beside which one row is computed
 UNPROBED = "not known"
+SUM = "adds a second input first"
 
 
 # ------------------------------------------------------------------------------- calls of modules
@@ -182,6 +183,9 @@ class Norm:
         x: the tensor that it was given in the run; None for one that is in no module.
         stored: the values of the gain's parameter, float64, flat; None without one.
         function: makes it callable in a type; None where that is not possible.
+        call: the call that showed it, of a module.
+        output, others: which tensor of its outputs it is, with which value of further inputs.
+        roundings: type -> order of rounding.
     """
 
     found: Found
@@ -189,6 +193,10 @@ class Norm:
     x: Tensor | None
     stored: Tensor | None
     function: Any = None
+    call: Call | None = None
+    output: int = 0
+    others: float = 0.0
+    roundings: dict[torch.dtype, Rounding] = field(default_factory=dict)
 
 
 @dataclass
@@ -259,11 +267,83 @@ class NormRow:
         return "; ".join(said)
 
 
-def probe_module(module: nn.Module, call: Call) -> NormRow | None:
+def second_norms(module: nn.Module, call: Call, row: NormRow) -> list[NormRow]:
+    """Return the norms of further inputs of a module that is a norm of its first one.
+
+    (An output norm and the norm of the sum that it is added to may be one module.)
+    """
+    if not call.others or row.note == SUM:
+        return []
+    found = []
+    for slot in call.others:
+        x = call.args[slot.at] if isinstance(slot.at, int) else call.kwargs[slot.at]
+        others = [call.slot, *(other for other in call.others if other != slot)]
+        for output in call.outputs:
+            second = replace(call, slot=slot, x=x, others=others, outputs=[output])
+            more = probe_module(module, second)
+            if more is not None and more.is_named:
+                more.note = f"of another input, {slot.at}"
+                found.append(more)
+                break
+    return found
+
+
+@dataclass(frozen=True)
+class Known:
+    """A module whose norm has been found, and the call that showed it."""
+
+    module: nn.Module
+    call: Call
+    row: NormRow
+
+    def is_like(self, module: nn.Module, call: Call) -> bool:
+        """Tell whether another module runs the same code with the same settings."""
+        if self.call.x.shape != call.x.shape or len(self.call.others) != len(call.others):
+            return False
+        pairs = zip(self.module.modules(), module.modules(), strict=False)
+        same_size = len([*self.module.modules()]) == len([*module.modules()])
+        return same_size and all(_has_same_settings(*pair) for pair in pairs)
+
+
+def _has_same_settings(one: nn.Module, other: nn.Module) -> bool:
+    """Tell whether two modules have one class, equal settings, and parameters of one shape."""
+    if type(one) is not type(other) or vars(one).keys() != vars(other).keys():
+        return False
+    for name, value in vars(one).items():
+        other_value = vars(other)[name]
+        if name in ("_parameters", "_buffers"):
+            described = [
+                {key: None if t is None else (t.shape, t.dtype) for key, t in tensors.items()}
+                for tensors in (value, other_value)
+            ]
+            if described[0] != described[1]:
+                return False
+        elif name == "_modules":
+            if value.keys() != other_value.keys():
+                return False
+        elif isinstance(value, str | int | float | tuple | bool | dict | set | None):
+            if value != other_value:
+                return False
+        elif value is not other_value:
+            return False
+    return True
+
+
+def probe_module(module: nn.Module, call: Call, known: Sequence[Known] = ()) -> NormRow | None:
     """Find out which norm a module is; None if it does not forget the size of its input.
+
+    Args:
+        known: norms of the model that have been found. One that runs the same code with the same
+            settings has the same formula and rounding; that its formula gives the outputs of this
+            module is checked.
 
     Raises what the module's forward may raise.
     """
+    for other in known:
+        if other.row.is_named and other.is_like(module, call):
+            row = _probe_like(module, call, other.row)
+            if row is not None:
+                return row
     if call.x.dtype != torch.float16 and not _may_be_norm(module, call):
         return None
     alone = widened(duplicate(module))
@@ -340,33 +420,73 @@ def _probe_as(
             calls=call.count,
             norm=Norm(found, GainForm(UNPROBED), call.x, None),
         )
-    parameters = dict(random.named_parameters())
-    found, form = gain_form(found, parameters)
+    found, form = gain_form(found, dict(random.named_parameters()))
+    row = _row_with_weights(module, alone, call, found, form, output, others)
+    if row is None:
+        return NormRow(call.path, UNKNOWN, note="another function with its own weights")
+    row.note = note
+    for dtype in WIDTHS:
+        function = partial(_in_type, random, call, output, others)
+        rounding = rounding_of(function, found, form, dtype, call.x.device)
+        row.norm.roundings[dtype] = rounding
+        setattr(row, str(dtype).removeprefix("torch."), str(rounding))
+    row.batch = batch_matters(_as_is(module, call, output, others), call.x)
+    return row
+
+
+def _probe_like(module: nn.Module, call: Call, other: NormRow) -> NormRow | None:
+    """Describe a norm that runs the code of another; None if it has not that norm's formula."""
+    norm = other.norm
+    alone = widened(duplicate(module))
+    row = _row_with_weights(module, alone, call, norm.found, norm.form, norm.output, norm.others)
+    if row is not None:
+        for name in ("bias", "note", "bfloat16", "float16", "batch"):
+            setattr(row, name, getattr(other, name))
+        row.norm.roundings = norm.roundings
+    return row
+
+
+def _row_with_weights(
+    module: nn.Module,
+    alone: nn.Module,
+    call: Call,
+    found: Found,
+    form: GainForm,
+    output: int,
+    others: float,
+) -> NormRow | None:
+    """Describe a norm of known formula with its own weights; None if they do not give it.
+
+    Args:
+        alone: a copy of the module in float64.
+    """
+    exact = _in_type(alone, call, output, others, torch.float64)
     fitted = fit_gain(exact, found.layout, found.formula, call.x, found.precision)
     if fitted is None:
-        return NormRow(call.path, UNKNOWN, note="another function with its own weights")
+        return None
     own = replace(found, gain=fitted[0], bias=fitted[1])
-    stored = None
+    if not holds(exact, own, call.x):
+        return None
     row = row_of(own, form, call.path)
+    row.bias = found.bias is not None
+    row.calls = call.count
+    stored = None
     if form.name:
         parameter = module.get_parameter(form.name)
         stored = parameter.detach().double().flatten()
         row.gain_dtype = str(parameter.dtype).removeprefix("torch.")
-
-    def function(dtype: torch.dtype, source: nn.Module = alone) -> Function:
-        copy = source if dtype == torch.float64 else duplicate(source).to(dtype)
-        bound = Bound(copy, call, output, others)
-        return _caller(bound, widen=dtype == torch.float64)
-
-    row.note = note
-    row.calls = call.count
-    row.bias = found.bias is not None
-    for dtype in WIDTHS:
-        rounding = rounding_of(partial(function, source=random), found, form, dtype, call.x.device)
-        setattr(row, str(dtype).removeprefix("torch."), str(rounding))
-    row.batch = batch_matters(_as_is(module, call, output, others), call.x)
-    row.norm = Norm(own, form, call.x, stored, function)
+    function = partial(_in_type, alone, call, output, others)
+    row.norm = Norm(own, form, call.x, stored, function, call, output, others)
     return row
+
+
+def _in_type(
+    source: nn.Module, call: Call, output: int, others: float, dtype: torch.dtype
+) -> Function:
+    """Return a float64 copy of a module as a function in a type."""
+    is_double = dtype == torch.float64
+    copy = source if is_double else duplicate(source).to(dtype)
+    return _caller(Bound(copy, call, output, others), widen=is_double)
 
 
 def row_of(found: Found, form: GainForm, path: str) -> NormRow:
@@ -411,7 +531,7 @@ def _note_on_others(
     x, second = (numbers(tuple(call.x.shape), seed, call.x, torch.float64) for seed in (22, 23))
     bound = Bound(module, call, output, 0.0)
     is_sum = difference(run(bound, (x, second)), f(x + second)) <= 1e-6
-    return "adds a second input first" if is_sum else "with a second input, here 0"
+    return SUM if is_sum else "with a second input, here 0"
 
 
 def batch_matters(f: Function, x: Tensor) -> str:
@@ -459,13 +579,13 @@ class NormsFound:
             lines.append(f"norms written out in a forward, and who reads a norm: {self.unread}")
         return "\n".join(lines)
 
-    def to_json(self) -> str:
-        """Return the rows as JSON."""
-        rows = []
-        for row in self.rows:
-            told = {name: value for name, value in vars(row).items() if name != "norm"}
-            rows.append(told)
-        return json.dumps({"model": self.model, "unread": self.unread, "norms": rows}, indent=1)
+    def record(self) -> dict[str, Any]:
+        """Return all that is known, for JSON."""
+        rows = [
+            {name: value for name, value in vars(row).items() if name != "norm"}
+            for row in self.rows
+        ]
+        return {"model": self.model, "unread": self.unread, "norms": rows}
 
 
 def pattern(path: str) -> str:
@@ -486,16 +606,19 @@ def norms_of(model: nn.Module, example: Inputs) -> NormsFound:
     """
     modules = dict(model.named_modules())
     rows: list[NormRow] = []
+    known: list[Known] = []
     for call in record(model, example):
         module = modules[call.path]
         if any(is_within(row.path, call.path) for row in rows if row.kind != NOT_A_NORM):
             continue
         try:
-            row = probe_module(module, call)
+            row = probe_module(module, call, known)
         except Exception as error:  # what the module's forward may raise
             row = _unprobed(module, call, error)
         if row is not None:
-            rows.append(row)
+            found = [*second_norms(module, call, row), row]
+            rows += found
+            known += [Known(module, call, row)]
     try:
         graph = Graph(model, example)
     except FoldError as error:

@@ -28,6 +28,7 @@ CONFIGS = {
     "report": ("ReportConfig",),
     "hellaswag": ("HellaSwagConfig",),
     "convert": ("ConvertConfig", "--to=rms", "--out=out"),
+    "doctor": ("DoctorConfig",),
     "bench_decode": ("DecodeBenchConfig",),
     "bench.train": ("TrainBenchConfig",),
     "bench.kernels": ("KernelBenchConfig",),
