@@ -2,8 +2,8 @@
 
     python doctor.py Qwen/Qwen3-0.6B
         a line for each kind of norm: formula, eps and its place, gain, order of rounding, readers
-    python doctor.py out/rms --text=book.txt
-        and the stream that each norm sees
+    python doctor.py FOLDER --against=ours:FOLDER
+        the same weights in two forms: which norm differs first, and why
     python doctor.py my_model.py:make
         a model of your own: make() returns it and example inputs, a tuple or a dict
     python doctor.py out/mine --norm_file=my_norm.py
@@ -17,6 +17,12 @@ Norms are found by what they do, not by their names, in modules and written out 
 is said comes from calls of each: a formula is named only if it gives the norm's outputs at five
 sizes and with single channels scaled. What cannot be probed is "not known". docs/conventions.md
 explains the words, and lists what the models of transformers do.
+
+--against pairs the norms of two models by width and gain values, else by the order in which they
+run, and calls each pair on the same input, the one that the first model's norm received. It names
+the first that differs and why: offset (w or 1 + w), eps, its place, rounding, statistic, a missing
+norm, a permuted gain; or another input, where all norms before it agree. Where it can, it replaces
+that one thing and says whether the models agree then.
 
 With --json the last line of output is JSON.
 """
@@ -35,8 +41,9 @@ from common.errors import ConfigError, failure_line, run_program
 from common.hub import model_folder
 from configurator import key, parse_args
 from fold import norms_of
+from fold.alignment import compare_found
 from fold.certificate import Inputs
-from fold.hub import RECIPE, example_inputs, load, load_pretrained
+from fold.hub import RECIPE, example_inputs, load, load_pretrained, no_cache
 from load import load_model
 from model import GPT
 from norm_files import take_norm_file
@@ -50,6 +57,7 @@ TOKENS = 16  # of the example that a GPT is run on
 class DoctorConfig:
     """Keys of doctor.py."""
 
+    against: str = key("", "another model, of the same weights, to compare the norms with")
     seed: int = key(0, "of the random example inputs", least=0, most=(1 << 32) - 1)
     device: str = key(
         "cpu", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
@@ -122,6 +130,17 @@ def on_device(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[n
     return model.to(device), torch.utils._pytree.tree_map(moved, inputs)
 
 
+def same_inputs(inputs: Inputs, other: nn.Module, own: Inputs) -> Inputs:
+    """Return the inputs of one model as another takes them; its own, where that is not known."""
+    ids = inputs.get("input_ids") if isinstance(inputs, dict) else inputs[0]
+    if isinstance(other, GPT):
+        return (ids,) if ids is not None else own
+    if isinstance(own, dict) and "input_ids" in own:
+        return {**own, "input_ids": ids} | no_cache(other)
+    is_alike = type(own) is type(inputs) and len(own) == len(inputs)
+    return inputs if is_alike else own
+
+
 # ------------------------------------------------------------------------------------------ program
 
 
@@ -131,8 +150,16 @@ def main(argv: list[str]) -> None:
     model, inputs = on_device(*load_any(spec, config.seed), device)
     found = norms_of(model, inputs)
     print(found)
+    told = {"spec": spec, **found.record()}
+    if config.against:
+        other, others = on_device(*load_any(config.against, config.seed), device)
+        others = same_inputs(inputs, other, others)
+        theirs = norms_of(other, others)
+        comparison = compare_found(found, theirs, model, other, inputs, others)
+        print(f"\nagainst {config.against}:", theirs, "", comparison, sep="\n")
+        told |= {"against": config.against, **comparison.record()}
     if config.json:
-        print(json.dumps({"spec": spec, **found.record()}))
+        print(json.dumps(told))
 
 
 if __name__ == "__main__":

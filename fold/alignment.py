@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .certificate import Inputs, run
 from .formulas import NO_EPS, Found, difference
 from .gain_forms import one_a_channel
-from .norm_probes import SUM, WIDTHS, NormRow, NormsFound, norms_of, pattern, tensors
+from .norm_probes import SECOND, SUM, WIDTHS, NormRow, NormsFound, norms_of, pattern, tensors
 from .roundings import orders
 
 # By how much inputs of a norm may differ between two runs of the same function, relative to the
@@ -66,7 +66,7 @@ class Pair:
         by_gains: they were paired by the values of their gains, not by their order alone.
         differences: all that differ, the coarsest first.
         effect: largest difference of their outputs in float64 on the same input, relative.
-        inputs: largest difference of the inputs that they received, relative.
+        inputs: largest difference of the inputs that they received, relative; None: not known.
     """
 
     one: NormRow | None
@@ -74,7 +74,7 @@ class Pair:
     by_gains: bool = False
     differences: list[Difference] = field(default_factory=list)
     effect: float = 0.0
-    inputs: float = 0.0
+    inputs: float | None = None
 
 
 @dataclass
@@ -114,14 +114,14 @@ class Comparison:
                 groups.setdefault(f"{pattern(name)}\0{said}", []).append(name)
         for key, names in groups.items():
             name, _, said = key.partition("\0")
-            lines.append(
-                f"{name} ({len(names)}): {said}" if len(names) > 1 else f"{names[0]}: {said}"
-            )
-        largest = max((pair.inputs for pair in both), default=0.0)
+            shown = f"{name} ({len(names)})" if len(names) > 1 else names[0]
+            lines.append(f"{shown}: {said}")
         if self.first is None:
+            known = [pair.inputs for pair in both if pair.inputs is not None]
+            largest = max(known, default=0.0)
             lines.append(
-                f"no norm differs; their inputs differ by {largest:.1e} at most ({self.noise:.0e} "
-                "is noise)"
+                f"no norm differs; the inputs of {len(known)} of them differ by {largest:.1e} at "
+                f"most ({self.noise:.0e} is noise)"
             )
             return "\n".join(lines)
         lines.append(f"first: {(self.first.one or self.first.other).path}: {self.cause}")
@@ -173,7 +173,7 @@ def same_gain(*rows: NormRow) -> float:
 
 
 def has_same_gains(one: NormRow, other: NormRow) -> bool:
-    """Tell whether two norms have the same gains in some order, or all of one's are greater by 1."""
+    """Tell whether two norms have the same gains in some order, one's perhaps all greater by 1."""
     a, b = gains(one), gains(other).to(gains(one).device)
     if one.width != other.width or a.shape != b.shape:
         return False
@@ -310,13 +310,13 @@ def _rounding_differences(one: NormRow, other: NormRow) -> list[Difference]:
         if known not in (a.statistic, b.statistic) and a.statistic != b.statistic:
             text = f"{a.statistic} here, {b.statistic} there, in {name}"
             found.append(Difference(STATISTIC, text))
-        if known not in (a.gain, b.gain) and (a.gain, a.offset) != (b.gain, b.offset):
+        offsets = {a.offset, b.offset} - {"", known}
+        if known not in (a.gain, b.gain) and (a.gain != b.gain or len(offsets) > 1):
             here, there = (
                 ", ".join(filter(None, (r.gain, r.offset and f"1 + w in {r.offset}"))) or "no gain"
                 for r in (a, b)
             )
-            if not (known in (a.offset, b.offset) and a.gain == b.gain):
-                found.append(Difference(ROUNDING, f"{here} here, {there} there, in {name}"))
+            found.append(Difference(ROUNDING, f"{here} here, {there} there, in {name}"))
         if found:
             return found
         if known in (a.statistic, b.statistic):
@@ -365,27 +365,29 @@ def different_bits(one: NormRow, other: NormRow, dtype: torch.dtype) -> float:
     return 0.0 if both is None else float((both[0].to(dtype) != both[1].to(dtype)).float().mean())
 
 
-def input_difference(one: NormRow, other: NormRow) -> float:
+def input_difference(one: NormRow, other: NormRow) -> float | None:
     """Return by how much the inputs of two norms differ, relative to the largest number.
 
-    Where one model arranges them in another way, the sorted numbers are compared.
+    Where one model arranges them in another way, the sorted numbers are compared. None if an input
+    is not known.
     """
-    a, b = one.norm.x, other.norm.x
+    a, b = given(one), given(other)
     if a is None or b is None or a.numel() != b.numel():
-        return 0.0
-    a, b = given(one).double().cpu(), given(other).double().cpu()
+        return None
+    a, b = a.double().cpu(), b.double().cpu()
     if a.shape == b.shape:
         return difference(b, a)
     return difference(b.flatten().sort().values, a.flatten().sort().values)
 
 
-def given(row: NormRow) -> Tensor:
-    """Return what a norm received: the sum, if it adds a second input first."""
+def given(row: NormRow) -> Tensor | None:
+    """Return what a norm received: the sum, if it adds a second input first; None: not known."""
     call = row.norm.call
-    if call is None or row.note != SUM:
+    if call is None or row.note.startswith(SECOND):
+        return None
+    if row.note != SUM:
         return row.norm.x
-    values = [call.args[s.at] if isinstance(s.at, int) else call.kwargs[s.at] for s in call.others]
-    return row.norm.x + sum(values)
+    return row.norm.x + sum(slot.get(call.args, call.kwargs) for slot in call.others)
 
 
 # ------------------------------------------------------------------------------------------- proof
@@ -396,11 +398,9 @@ def patched(row: NormRow, found: Found | None) -> Callable:
     norm = row.norm
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        slot = norm.call.slot.at
-        x = args[slot] if isinstance(slot, int) else kwargs[slot]
+        x = norm.call.slot.get(args, kwargs)
         if row.note == SUM:
-            places = [other.at for other in norm.call.others]
-            x = x + sum(args[at] if isinstance(at, int) else kwargs[at] for at in places)
+            x = x + sum(slot.get(args, kwargs) for slot in norm.call.others)
         y = x
         if found is not None:
             y = found.layout.tensor(found.apply(found.layout.rows(x.double()))).to(x.dtype)
@@ -410,6 +410,12 @@ def patched(row: NormRow, found: Found | None) -> Callable:
         return type(output)(y if i == place[0] else value for i, value in enumerate(output))
 
     return hook
+
+
+def is_replaceable(row: NormRow) -> bool:
+    """Tell whether the output of a norm's module can be replaced: it is the norm and no more."""
+    is_alone = row.norm.call is not None and (row.note == SUM or not row.norm.call.others)
+    return is_alone and not row.by_hand
 
 
 def with_one_thing(cause: str, one: Found, other: Found) -> Found | None:
@@ -463,8 +469,9 @@ def prove(
             is_alike = pair.one and pair.other and not pair.other.by_hand
             if is_alike and any(found.cause == cause for found in pair.differences):
                 new = with_one_thing(cause, pair.one.norm.found, pair.other.norm.found)
-                if new is not None:
-                    hooks[pair.other.path] = patched(pair.other, new)
+                if new is None or not is_replaceable(pair.other):
+                    return ""
+                hooks[pair.other.path] = patched(pair.other, new)
         if not hooks:
             return ""
         return _said(
@@ -474,11 +481,10 @@ def prove(
             outputs(other, other_inputs, hooks),
         )
     if first.other is None:
-        hooks = {
-            pair.one.path: patched(pair.one, None)
-            for pair in comparison.pairs
-            if pair.one and pair.other is None and not pair.one.by_hand
-        }
+        missing = [pair.one for pair in comparison.pairs if pair.one and pair.other is None]
+        if not all(map(is_replaceable, missing)):
+            return ""
+        hooks = {row.path: patched(row, None) for row in missing}
         return _said(
             f"without {len(hooks)} norms in the first model",
             outputs(other, other_inputs, {}),
@@ -600,7 +606,7 @@ def _cause(pair: Pair, noise: float) -> str:
     if pair.one is None or pair.other is None or pair.differences:
         (said,) = described(pair)
         return said
-    if pair.inputs > noise:
+    if pair.inputs is not None and pair.inputs > noise:
         return (
             f"{INPUT}: it differs by {pair.inputs:.0e} ({noise:.0e} is noise), and all norms "
             "before it agree: what differs is no norm"

@@ -14,7 +14,7 @@ cannot be probed is "not known".
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,6 +52,7 @@ WIDTHS = (torch.bfloat16, torch.float16)
 ROWS = 256  # of the batch beside which one row is computed
 UNPROBED = "not known"
 SUM = "adds a second input first"
+SECOND = "with a second input"
 
 
 # ------------------------------------------------------------------------------- calls of modules
@@ -61,6 +62,9 @@ class Slot(NamedTuple):
     """An argument of a call, by position or by name."""
 
     at: int | str
+
+    def get(self, args: Sequence, kwargs: dict[str, Any]) -> Tensor:
+        return args[self.at] if isinstance(self.at, int) else kwargs[self.at]
 
     def put(self, args: list, kwargs: dict[str, Any], value: Tensor) -> None:
         if isinstance(self.at, int):
@@ -267,27 +271,6 @@ class NormRow:
         return "; ".join(said)
 
 
-def second_norms(module: nn.Module, call: Call, row: NormRow) -> list[NormRow]:
-    """Return the norms of further inputs of a module that is a norm of its first one.
-
-    (An output norm and the norm of the sum that it is added to may be one module.)
-    """
-    if not call.others or row.note == SUM:
-        return []
-    found = []
-    for slot in call.others:
-        x = call.args[slot.at] if isinstance(slot.at, int) else call.kwargs[slot.at]
-        others = [call.slot, *(other for other in call.others if other != slot)]
-        for output in call.outputs:
-            second = replace(call, slot=slot, x=x, others=others, outputs=[output])
-            more = probe_module(module, second)
-            if more is not None and more.is_named:
-                more.note = f"of another input, {slot.at}"
-                found.append(more)
-                break
-    return found
-
-
 @dataclass(frozen=True)
 class Known:
     """A module whose norm has been found, and the call that showed it."""
@@ -298,7 +281,12 @@ class Known:
 
     def is_like(self, module: nn.Module, call: Call) -> bool:
         """Tell whether another module runs the same code with the same settings."""
-        if self.call.x.shape != call.x.shape or len(self.call.others) != len(call.others):
+        if (self.call.x.shape, self.call.slot, self.call.others, self.call.outputs) != (
+            call.x.shape,
+            call.slot,
+            call.others,
+            call.outputs,
+        ):
             return False
         pairs = zip(self.module.modules(), module.modules(), strict=False)
         same_size = len([*self.module.modules()]) == len([*module.modules()])
@@ -329,6 +317,31 @@ def _has_same_settings(one: nn.Module, other: nn.Module) -> bool:
     return True
 
 
+def probe_call(module: nn.Module, call: Call, known: Sequence[Known] = ()) -> list[NormRow]:
+    """Find out which norms a module is: of its input, or of each of several of one shape.
+
+    (An output norm, and the norm of the sum that it is added to, may be one module.)
+    """
+    found = []
+    for one in (call, *by_other_inputs(call)):
+        row = probe_module(module, one, known)
+        if row is None or (one is not call and not row.is_named):
+            continue
+        if one is not call:
+            row.note = f"of another input, {one.slot.at}"
+        found.insert(0, row)
+        if row.note == SUM:
+            break
+    return found
+
+
+def by_other_inputs(call: Call) -> Iterator[Call]:
+    """Yield the same call as a function of its other inputs of that shape."""
+    for slot in call.others:
+        others = [call.slot, *(other for other in call.others if other != slot)]
+        yield replace(call, slot=slot, x=slot.get(call.args, call.kwargs), others=others)
+
+
 def probe_module(module: nn.Module, call: Call, known: Sequence[Known] = ()) -> NormRow | None:
     """Find out which norm a module is; None if it does not forget the size of its input.
 
@@ -349,12 +362,14 @@ def probe_module(module: nn.Module, call: Call, known: Sequence[Known] = ()) -> 
     alone = widened(duplicate(module))
     random = widened(duplicate(module))
     randomize(random)
+    unnamed = None
     for output in call.outputs:
         for others in (0.0, 1.0) if call.others else (0.0,):
             row = _probe_as(module, alone, random, call, output, others)
-            if row is not None:
+            if row is not None and row.is_named:
                 return row
-    return None
+            unnamed = unnamed or row
+    return unnamed
 
 
 def _may_be_norm(module: nn.Module, call: Call) -> bool:
@@ -527,11 +542,11 @@ def _note_on_others(
     if not call.others or found.kind == NOT_A_NORM:
         return ""
     if others:
-        return "with a second input, here 1"
+        return f"{SECOND}, here 1"
     x, second = (numbers(tuple(call.x.shape), seed, call.x, torch.float64) for seed in (22, 23))
     bound = Bound(module, call, output, 0.0)
     is_sum = difference(run(bound, (x, second)), f(x + second)) <= 1e-6
-    return SUM if is_sum else "with a second input, here 0"
+    return SUM if is_sum else f"{SECOND}, here 0"
 
 
 def batch_matters(f: Function, x: Tensor) -> str:
@@ -593,13 +608,14 @@ def pattern(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def norms_of(model: nn.Module, example: Inputs) -> NormsFound:
+def norms_of(model: nn.Module, example: Inputs, graph: bool = True) -> NormsFound:
     """Find the norms of a model, and what each computes.
 
     Args:
         model: any nn.Module, in the mode (train or eval) that is meant. It is left unchanged.
         example: positional (tuple) or keyword (dict) arguments of the model. What is found holds
             for the modules that it runs on them.
+        graph: export the model, for norms written out in a forward and for who reads a norm.
 
     Returns:
         Norms in modules and norms written out in a forward, in the order in which they run.
@@ -612,18 +628,19 @@ def norms_of(model: nn.Module, example: Inputs) -> NormsFound:
         if any(is_within(row.path, call.path) for row in rows if row.kind != NOT_A_NORM):
             continue
         try:
-            row = probe_module(module, call, known)
+            found = probe_call(module, call, known)
         except Exception as error:  # what the module's forward may raise
-            row = _unprobed(module, call, error)
-        if row is not None:
-            found = [*second_norms(module, call, row), row]
-            rows += found
-            known += [Known(module, call, row)]
+            found = unprobed(module, call, error)
+        rows += found
+        known += [Known(module, row.norm.call, row) for row in found if row.is_named]
+    name = type(model).__name__
+    if not graph:
+        return NormsFound(name, rows, "not looked for")
     try:
-        graph = Graph(model, example)
+        rows = with_graph(Graph(model, example), rows, modules)
     except FoldError as error:
-        return NormsFound(type(model).__name__, rows, f"not known: {error}")
-    return NormsFound(type(model).__name__, with_graph(graph, rows, modules))
+        return NormsFound(name, rows, f"not known: {error}")
+    return NormsFound(name, rows)
 
 
 def is_within(path: str, outer: str) -> bool:
@@ -631,12 +648,12 @@ def is_within(path: str, outer: str) -> bool:
     return path.startswith(f"{outer}.")
 
 
-def _unprobed(module: nn.Module, call: Call, error: Exception) -> NormRow | None:
+def unprobed(module: nn.Module, call: Call, error: Exception) -> list[NormRow]:
     """Return a row that says so, for a module that may be a norm and does not run alone."""
     small = all(p.numel() <= call.x.shape[-1] for p in module.parameters())
     if list(module.children()) or not small or not list(module.parameters()):
-        return None
-    return NormRow(call.path, UNPROBED, note=f"it does not run alone: {first_line(error)}")
+        return []
+    return [NormRow(call.path, UNPROBED, note=f"it does not run alone: {first_line(error)}")]
 
 
 def with_graph(
