@@ -70,7 +70,8 @@ from .certificate import TOLERANCE, Certificate, Check, Inputs, changed
 from .choice import Analysis, Finding
 from .gains import fold_gains
 from .graph import Graph
-from .modules import Plan, carry_out, reparametrize, set_check
+from .modules import FoldedNorm, Plan, carry_out, reparametrize, set_check
+from .norm_probes import norms_of
 from .siblings import FoldError
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "analyze",
     "fold",
     "fold_gains",
+    "norms_of",
     "parametrize_cbwc",
 ]
 

@@ -467,6 +467,18 @@ class _Widen(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+@contextmanager
+def widening() -> Iterator[None]:
+    """Compute in float64 also where code casts to float32, or makes tensors without a type."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widen():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
 def widened(model: nn.Module) -> nn.Module:
     """Convert the model to float64, in place.
 
