@@ -183,7 +183,8 @@ def _type_name(annotation: Any) -> str:
 def _coerce(value: Any, annotation: Any) -> Any:
     """Return `value` as the type `annotation`, or raise ValueError.
 
-    Nothing is narrowed silently: 1.5 is no int, 1 is no bool, nan is no number.
+    Nothing is narrowed silently: 1.5 is no int, 1 is no bool, nan is no number. Integers have 64
+    bits, as those of PyTorch.
     """
     if _is_union(annotation):
         # First, because `str | None` would take the word auto as a string.
@@ -202,9 +203,18 @@ def _coerce(value: Any, annotation: Any) -> Any:
         return tuple(_coerce(element, typing.get_args(annotation)[0]) for element in elements)
     elif annotation is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
-    elif annotation in (bool, int, str) and type(value) is annotation:
+    elif annotation in (bool, int, str) and type(value) is annotation and not _is_long(value):
         return value
     raise ValueError
+
+
+def _shown(value: Any) -> str:
+    """Return a value as messages show it. Python writes no integers of more than 4,300 digits."""
+    return "an integer of more than 64 bits" if _is_long(value) else repr(value)
+
+
+def _is_long(value: Any) -> bool:
+    return type(value) is int and value.bit_length() >= 64
 
 
 def _from_text(text: str, annotation: Any) -> Any:
@@ -278,7 +288,7 @@ class Overrides:
             value = _coerce(value, annotation)
         except (ValueError, OverflowError):
             expected = _type_name(annotation)
-            raise ConfigError(f"{origin}: {name} must be {expected}, got {given!r}") from None
+            raise ConfigError(f"{origin}: {name} must be {expected}, got {_shown(given)}") from None
         choices = self.fields[name].metadata.get("choices", ())
         if choices and isinstance(value, str) and value not in choices:
             raise ConfigError(f"{origin}: {name} is one of {', '.join(choices)}; got {value!r}")

@@ -185,8 +185,9 @@ def init_from(model: GPT, spec: str, meta: dict) -> str:
                 f": `python convert.py {spec} --to=rms --out=FOLDER` keeps it exactly, for "
                 "--init_from=FOLDER"
             )
-    if source.meta.get("chars") not in (None, meta.get("chars")):
-        note += "; warning: its alphabet is not that of the data, so tokens change their meaning"
+    for name, what in (("chars", "alphabet"), ("checksum", "tokenizer")):
+        if source.meta.get(name) not in (None, meta.get(name)):
+            note += f"; warning: its {what} is not that of the data, so tokens change their meaning"
     if new or dropped:
         note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"
     return note

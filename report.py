@@ -31,9 +31,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import gmean
 
-from common.errors import ConfigError, UserError, run_program
+from common.errors import ConfigError, UserError, printable, run_program
 from common.norm_file import NormFile, split_norm_file
-from common.output import check_replaceable, markdown, write_bytes_atomically, writing
+from common.output import (
+    check_replaceable,
+    code,
+    markdown,
+    prose,
+    write_bytes_atomically,
+    writing,
+)
 from common.plotting import check_picture
 from configurator import key, parse_args
 from evidence import page, published
@@ -142,7 +149,7 @@ def verdict_cells(row: Comparison) -> dict[str, Any]:
         range_of_text = row.show_interval((row.text.low, row.text.high))
     return {
         "metric": row.metric.name,
-        "arm": f"`{row.name}`",
+        "arm": code(row.name),
         "verdict": f"**{row.word}**",
         "seeds": len(row.seeds),
         "difference": row.show(row.estimate.mean),
@@ -156,7 +163,7 @@ def test_cells(row: Comparison) -> dict[str, Any]:
     """Return a line of the table of tests below it."""
     return {
         "metric": row.metric.name,
-        "arm": f"`{row.name}`",
+        "arm": code(row.name),
         "SD": row.show(row.sd, sign=False),
         "95 % interval": row.show_interval(row.estimate.interval()),
         "p": f"{row.verdict.p:.3g}",
@@ -237,7 +244,7 @@ def stability_rows(arms: Arms) -> list[list[Any]]:
             outcomes(runs, name) for name in ("clipped", "spikes", "attention_logit")
         )
         cells = [
-            f"`{short_name(arm)}`",
+            code(short_name(arm)),
             len(runs),
             sum(run.diverged for run in runs.values()),
             f"{100 * np.mean(clipped):.0f} %" if clipped else "n/a",
@@ -272,7 +279,7 @@ def seed_table(arms: Arms, metric: str) -> str:
         values = [runs[seed].metrics.get(metric) if seed in runs else None for seed in seeds]
         values += mean_and_sd(METRICS[metric], runs)
         columns.append([number(value, digits) for value in values])
-    return markdown(["seed", *(f"`{arm}`" for arm in arms)], zip(*columns, strict=True))
+    return markdown(["seed", *map(code, arms)], zip(*columns, strict=True))
 
 
 def deciding(runs: list[Run]) -> str:
@@ -306,7 +313,7 @@ def rates_table(arms: Arms) -> tuple[list[str], list[list[str]]] | None:
     rows = []
     for arm, name in told_apart([*found]).items():
         cells = [loss_cell(found[arm].get(at, []), metric, most) for at in columns]
-        rows.append([f"`{short_name(name)}`", *cells])
+        rows.append([code(short_name(name)), *cells])
     return ["arm", *rate_labels(columns)], rows
 
 
@@ -345,14 +352,14 @@ def exchange_text(arms: Arms, baseline: str) -> str:
     rate = mean_exchange_rate(list(arms[baseline].values()))
     if rate is None:
         return (
-            f"What a difference is worth in tokens is not known: the runs of `{baseline}` need "
+            f"What a difference is worth in tokens is not known: the runs of {code(baseline)} need "
             "three evaluations or more in their later half, and a loss that still falls."
         )
     return (
         "In tokens: how many more (+) or fewer (-) tokens the baseline would need for the arm's "
-        f"loss. Exchange rate, from the later half of the `{baseline}` curves: 1 % more tokens buy "
-        f"{rate * np.log(1.01):.5f} nats per token. The learning rate's decay is in it, so it is "
-        "an upper estimate, and what a difference is worth in tokens a lower one."
+        f"loss. Exchange rate, from the later half of the {code(baseline)} curves: 1 % more tokens "
+        f"buy {rate * np.log(1.01):.5f} nats per token. The learning rate's decay is in it, so it "
+        "is an upper estimate, and what a difference is worth in tokens a lower one."
     )
 
 
@@ -364,7 +371,7 @@ def names_text(arms: Arms) -> str:
         if len({run.config[setting] for run in firsts.values()}) > 1:  # of a declared study
             for name, run in firsts.items():
                 words[name] += f" --{setting}={run.config[setting]:g}"
-    table = [(f"`{name}`", f"`{arm}`") for name, arm in words.items() if name != arm]
+    table = [(code(name), code(arm)) for name, arm in words.items() if name != arm]
     return markdown(["short name", "arm"], table) if table else ""
 
 
@@ -495,7 +502,7 @@ def without_comparison(arms: Arms, baseline: str, called: list[str]) -> Report:
                 why = "other settings"
             if why:
                 left_out.append(f"{arm}, seed {seed}: {why}")
-    names = ", ".join(f"`{arm}`" for arm in called)
+    names = ", ".join(map(code, called))
     return Report(
         baseline=baseline,
         compared=finished(alike),
@@ -503,7 +510,7 @@ def without_comparison(arms: Arms, baseline: str, called: list[str]) -> Report:
         rows=[],
         unjudged=[],
         left_out=left_out,
-        alone=RATES_ALONE.format(arm=f"`{baseline}`", names=names),
+        alone=RATES_ALONE.format(arm=code(baseline), names=names),
         at_rates=alike,
     )
 
@@ -512,7 +519,8 @@ def report_text(report: Report) -> str:
     """Return the whole of report.md."""
     arms = {short_name(arm): runs for arm, runs in report.compared.items()}
     baseline = short_name(report.baseline)
-    parts = [f"# Norm types against `{baseline}`", header_text(arms), names_text(report.stable)]
+    title = f"# Norm types against {code(baseline)}"
+    parts = [title, prose(header_text(arms)), names_text(report.stable)]
     parts.append("## Verdicts")
     parts += verdict_sentences(report.judged, report.unjudged)
     parts.append(report.alone)
@@ -529,7 +537,7 @@ def report_text(report: Report) -> str:
         if any(name in run.metrics for run in runs_of(arms)):
             parts += [f"### {name} ({metric.unit})", seed_table(arms, name)]
     if report.left_out:
-        parts += ["## Left out", "\n".join(f"- {line}" for line in report.left_out)]
+        parts += ["## Left out", "\n".join(f"- {prose(line)}" for line in report.left_out)]
     if report.others:
         parts.append("## Appendix: not judged")
         parts += verdict_sentences(report.others)
@@ -550,7 +558,7 @@ def verdict_sentences(rows: list[Comparison], unjudged: Iterable[str] = ()) -> l
     texts = []
     for name, its in by_metric(rows):
         texts.append("\n".join([f"{name}:", "", *(f"- {row.sentence()}" for row in its)]))
-    return [*texts, "\n".join(f"- {line}" for line in unjudged)]
+    return [*texts, "\n".join(f"- {prose(line)}" for line in unjudged)]
 
 
 def csv_text(header: Iterable[str], lines: list[dict[str, Any]]) -> str:
@@ -709,7 +717,7 @@ def said(report: Report) -> str:
     if report.others:
         names = ", ".join(name for name, _ in by_metric(report.others))
         parts.append(f"Not judged (appendix of report.md): {names}")
-    parts += [f"Left out: {line}" for line in report.left_out]
+    parts += [f"Left out: {printable(line)}" for line in report.left_out]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import ConfigError, UserError
+from common.output import prose
 from common.stats import (
     ALPHA,
     NO_DIFFERENCE,
@@ -178,8 +179,8 @@ class Comparison:
         unit = "" if self.metric.relative else f" {self.metric.unit}"
         tokens = f" (worth {self.show_tokens()} of tokens)" if self.rate else ""
         parts = [
-            f"{self.name}: {self.word}: {self.show(self.estimate.mean)}{unit}{tokens} "
-            f"against {short_name(self.baseline)} over {len(self.seeds)} seeds, "
+            f"{prose(self.name)}: {self.word}: {self.show(self.estimate.mean)}{unit}{tokens} "
+            f"against {prose(short_name(self.baseline))} over {len(self.seeds)} seeds, "
             f"Holm interval {self.show_interval(self.verdict.interval)}"
         ]
         is_judged = not (self.not_judged or self.no_verdict)

@@ -810,6 +810,32 @@ def test_what_a_log_says_is_text_in_the_page(tmp_path):
     assert pages[0] == pages[1]
 
 
+def test_what_a_log_says_is_text_in_report_md_and_in_the_terminal(tmp_path, capsys):
+    """Beyond code and escapes nothing of it is left that Markdown or a terminal would obey."""
+    text = "a`b|c <img src=x> ![x](//y) \x1b[31m$\\frac$"
+    start = {"device": text, "git": text, "versions": {"torch": text}}
+    for seed in (8, 9):
+        for norm_type in ("rms", "layer"):
+            write_run(tmp_path, norm_type, seed, arm=f"{norm_type} {text}", start=start, study=text)
+    bad = write_run(tmp_path, "taper", 8, arm=text, start=start, study=text)
+    append(bad, event="resume", step=50, changed=[f"git {text} -> b"])
+    write_run(tmp_path, "peri", 8, arm=f"few {text}", start=start, study=text)
+    report.main([str(tmp_path), f"--baseline=rms {text}"])
+    page, printed = (tmp_path / "report.md").read_text(), capsys.readouterr().out
+    assert "\x1b" not in page + printed
+    assert page.count("img src=x") > 20
+    rest = re.sub(r"(`+).+?\1(?!`)", "", page)
+    assert not {*"<[`"} & {*re.sub(r"\\.", "", rest)}
+    for table in re.findall(r"(?:^\|.*\n)+", page, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+def test_a_name_is_no_formula_in_a_picture(tmp_path):
+    run = write_run(tmp_path, "rms", 8).rename(tmp_path / "$\\frac$")
+    report.main([str(run)])
+    assert (run / "loss.png").exists()
+
+
 DAMAGED = {
     "seed": ('"seed": 8', '"seed": "\\"><img src=x>3"'),
     "without git": ('"git": ', '"commit": '),

@@ -195,6 +195,7 @@ def check_entries(path: Path, state: Any) -> None:
         "optimizer": _is_dict(moments) and all(_is_plain(t) for _, t in _tensors_in(moments, "")),
         # No loss is lower than NaN: the best checkpoint would never be written again.
         "best_val_loss": isinstance(best, float) and not math.isnan(best),
+        "scaler": "scaler" not in state or _has_loss_scale(state),
     }
     for name, sound in is_sound.items():
         if not sound:
@@ -216,6 +217,19 @@ def _is_config(value: Any) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
+
+
+def _has_loss_scale(state: dict[str, Any]) -> bool:
+    """Has the checkpoint of a float16 run its loss scale? Without it the run would take another."""
+    if not _is_config(state["config"]) or state["config"].get("dtype") != "float16":
+        return True
+    saved = state["scaler"]
+    own = torch.amp.GradScaler("cpu").state_dict()
+    return _is_dict(saved) and saved.keys() == own.keys() and all(map(_is_number, saved.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _are_tensors(value: Any) -> bool:

@@ -18,8 +18,9 @@ import torch
 from common.auto import AUTO, by_device, device_kind
 from common.distributed import Ranks
 from common.environment import cpuinfo
-from common.errors import ConfigError
+from common.errors import CheckpointError, ConfigError
 from common.nanogpt import GPT2, ROWS
+from configurator import Overrides
 from training.checkpoint import FoundCheckpoint
 
 # bfloat16 pays from this many channels on, and this many tokens times channels in a pass. Small
@@ -42,11 +43,15 @@ def resolve(config: Any, found: FoundCheckpoint | None, ranks: Ranks) -> tuple[A
 
     Returns:
         The config, and what was chosen, as one line for people; "" if nothing was left open.
+
+    Raises:
+        CheckpointError: the run that is resumed has chosen what does not exist.
     """
     device = ranks.device
     place = "" if found is None else found.provenance.get("device", device.type)
     if found is not None and device_kind(place) == device.type:
         chosen = open_keys(config, found.state["config"])
+        check_chosen(config, chosen, found.path)
         origin = "as when the run began"
     else:
         chosen = choose(config, device)
@@ -55,6 +60,16 @@ def resolve(config: Any, found: FoundCheckpoint | None, ranks: Ranks) -> tuple[A
     chosen = ranks.of_main(chosen)
     listed = ", ".join(f"{key}={value}" for key, value in chosen.items())
     return dataclasses.replace(config, **chosen), f"{listed}: {origin}" if chosen else ""
+
+
+def check_chosen(config: Any, chosen: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError for a value, of the checkpoint `path`, that its key cannot have."""
+    overrides = Overrides(type(config))
+    try:
+        for name, value in chosen.items():
+            overrides.set(name, value, "its config")
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}: use another checkpoint") from None
 
 
 def with_vocabulary(config: Any, meta: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
