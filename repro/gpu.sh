@@ -70,12 +70,12 @@ stage() {  # NAME COMMAND...: run it, if it is wanted and not done; without `out
   tail -n 12 "$log.unfinished.txt" | sed 's/^/    /'
 }
 run() {  # SECONDS COMMAND...: for so long at most (0: without end); 124 if it was late
-  local status=0 late=$scratch/late
+  local status=0 late=$scratch/late job
   rm -f "$late"
   echo "$place"
   echo "${*:2}"
   set -m  # a process group for each job, which gets signals as a whole
-  "${@:2}" & child=$!
+  "${@:2}" & child=$! job=$!
   if [ "$1" -gt 0 ]; then
     { sleep "$1"; touch "$late"; stop "$child"; } & watch=$!
     disown "$watch"  # so that bash does not tell of its end
@@ -83,6 +83,7 @@ run() {  # SECONDS COMMAND...: for so long at most (0: without end); 124 if it w
   set +m
   wait "$child" || status=$?
   child=
+  kill -KILL -- "-$job" 2>/dev/null || true  # a worker that it has left, with its memory
   [ -z "$watch" ] || kill -KILL -- "-$watch" 2>/dev/null || true
   watch=
   [ ! -f "$late" ] || return 124
