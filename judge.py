@@ -22,7 +22,6 @@ is added to --arms after the verdict is tested alone, and said to be. docs/judge
 """
 
 import os
-import signal
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -33,6 +32,7 @@ from common.output import writing
 from configurator import key, parse_args
 from evidence.archive import locked
 from study.declaration import Record, read_record, write_record
+from study.finished import keep as keep_study
 from study.page import write_page
 from study.plan import jobs_here
 from study.prepare import (
@@ -72,6 +72,7 @@ class JudgeConfig:
     anyway: bool = key(False, "go on although a check failed; the page says so")
     nproc: int = key(1, "processes a run, started by torchrun", least=1)
     jobs: int = key(0, "runs side by side (0: one a GPU, or one a core)", least=0)
+    keep: str = key("", "folder for the study in two archives and judge.json, at the end")
     hellaswag: str = key("off", "score HellaSwag after training: off, auto or the items' file")
 
 
@@ -133,15 +134,13 @@ def record_for(config: JudgeConfig, asked: Asked, words: list[str]) -> Record:
 
 def main(argv: list[str]) -> int:
     """Run all stages that are not done. Returns the exit code."""
-    # So that a run that is timed ends too, and not only this program.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(STOPPED))
     own, others = split_words(argv)
     config, _ = parse_args(JudgeConfig, own, __doc__)
     if bool(config.sd) != bool(config.sd_from):
         raise ConfigError("sd and sd_from go together: say where the SD is known from")
     out = Path(config.out)
     if not config.arms and not others:
-        return page_again(out)
+        return page_again(out, config.keep)
     _, norm_file = split_norm_file(others, default_norm_file())
     asked = read_asked(config.arms, pin_norm_file(others), norm_file, config.first_seed, out)
     if config.dry_run:
@@ -161,26 +160,30 @@ def main(argv: list[str]) -> int:
     except Stopped:
         say("stopped; repeat the command to go on")
         return STOPPED
-    tell(out, record)
+    tell(out, record, config.keep)
     return 0
 
 
-def page_again(out: Path) -> int:
+def page_again(out: Path, keep: str) -> int:
     """Write the page of a study as it stands; nothing is trained. Returns the exit code."""
     record = read_record(out)
     if record is None:
         raise ConfigError(
             f"out={out}: no study is there: name the arms of one, --arms='rms peri', or its --out"
         )
-    tell(out, record)
+    tell(out, record, keep)
     return 0
 
 
-def tell(out: Path, record: Record) -> None:
-    """Write the page, and print its first sentence."""
+def tell(out: Path, record: Record, keep: str) -> None:
+    """Write the page, and the archives if they are wanted; print the page's first sentence."""
     outcome = read_outcome(out, record)
     page = write_page(out, outcome)
     say(f"\n{outcome.sentence()}\n\nwrote {page}, and report.md beside it")
+    if keep:
+        keep_study(out, Path(keep))
+        write_record(Path(keep), record)
+        say(f"kept the study in {keep}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ people's kernels.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +195,9 @@ PEERS: dict[str, tuple[str, dict[str, Callable[[Any], Function]]]] = {
 }
 
 
+ARMS = ("triton", "reference", "torch", "compiled", *PEERS)
+
+
 def make_inputs(
     letters: str, rows: int, channels: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
@@ -214,19 +217,31 @@ def make_inputs(
     return found
 
 
-def arms_of(name: str, device: torch.device) -> tuple[dict[str, Function], list[str]]:
-    """(the contestants for operator `name`, why others are missing). The first one is ours."""
+def arms_of(
+    name: str, device: torch.device, only: Collection[str] = ()
+) -> tuple[dict[str, Function], list[str]]:
+    """Return the contestants for operator `name`, and why others are missing.
+
+    The first contestant is ours.
+
+    Args:
+        only: of ARMS, those that take part beside ours; empty: all. UNSCALED comes with "torch".
+    """
     operator = OPERATORS[name]
     on_gpu = device.type == "cuda"
+    wanted = {*(only or ARMS)}
     missing = []
     arms = {"triton": operator.ours("triton")} if on_gpu else {}
-    arms |= {"reference": operator.ours("torch"), "torch": operator.plain}
-    if name in UNSCALED_ACTIVATIONS:
-        arms[UNSCALED] = UNSCALED_ACTIVATIONS[name]
-    if on_gpu:
+    if not on_gpu or "reference" in wanted:
+        arms["reference"] = operator.ours("torch")
+    if "torch" in wanted:
+        arms["torch"] = operator.plain
+        if name in UNSCALED_ACTIVATIONS:
+            arms[UNSCALED] = UNSCALED_ACTIVATIONS[name]
+    if on_gpu and "compiled" in wanted:
         arms["compiled"] = torch.compile(operator.ours("torch"), dynamic=False)
     for peer, (module, calls) in PEERS.items() if on_gpu else ():
-        if name in calls:
+        if name in calls and peer in wanted:
             try:
                 arms[peer] = calls[name](importlib.import_module(module))
             except Exception as error:  # not installed, or not for this GPU or torch

@@ -18,16 +18,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from common.auto import AUTO, by_device
 from common.distributed import accumulate, replicate
 from common.environment import Precision
 from common.errors import ConfigError
-from common.old_keys import AUTO, by_device
 from configurator import Overrides
 from decode.peers import module
 from model import GPT, GPTConfig
@@ -150,7 +151,7 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     starts = range(0, len(batches), at_once)
 
     def step() -> Tensor:
-        losses = 0.0
+        losses: Any = 0.0
         for start in starts:
             # (at_once B, T) each
             x, y = (torch.cat(parts) for parts in zip(*batches[start : start + at_once]))

@@ -123,7 +123,7 @@ def _by_reference(
         leaves = [
             None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs[:7]
         ]
-        inputs = Inputs(*leaves, *inputs[7:])
+        inputs = Inputs(*leaves, *inputs[7:])  # type: ignore[call-arg]  # seven leaves
     with torch.enable_grad():
         y, _, _, inv, _ = reference.normalize(inputs.x, inputs)
         dx, dw, db, dw_tilde = _autograd(
@@ -203,7 +203,9 @@ def fused(
 
 
 fused.register_autograd(
-    lambda ctx, gradients: _gradients(ctx, *_unfilled(gradients), launch=_compiled_backward),
+    lambda ctx, gradients: _gradients(  # type: ignore[misc]
+        ctx, *_unfilled(gradients), launch=_compiled_backward
+    ),
     setup_context=lambda ctx, inputs, output: _save(ctx, inputs, _unfilled(output)),
 )
 

@@ -8,7 +8,8 @@ import math
 from pathlib import Path
 
 from common.errors import UserError
-from evidence.archive import SUFFIX, by_run, read
+from common.output import writing
+from evidence.archive import SUFFIX, by_run, read, write
 from evidence.runs import Run
 
 from .declaration import JudgedArm, Record
@@ -36,6 +37,18 @@ def finished(out: Path, stage: str) -> Finished:
         if state_of(folder).is_over:
             runs[folder.name] = Run(folder)
     return runs
+
+
+def keep(out: Path, folder: Path) -> None:
+    """Write all finished runs of a study into two archives in a folder. Raises UserError."""
+    with writing(folder):
+        for stage in (SCREENING, JUDGED):
+            content = {
+                f"{name}/{file}": part
+                for name, run in finished(out, stage).items()
+                for file, part in run.files.items()
+            }
+            write(folder / f"{stage}{SUFFIX}", content)
 
 
 def final_loss(run: Run) -> float:

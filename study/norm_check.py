@@ -28,7 +28,16 @@ from training.config import TrainConfig
 
 from .finding import Finding, Worst, where_it_failed
 from .gradient_check import Gradients
-from .places import Reached, as_it_was, distinct, places_of, reached, row_sizes, seeded
+from .places import (
+    Reached,
+    as_it_was,
+    distinct,
+    formula_of,
+    places_of,
+    reached,
+    row_sizes,
+    seeded,
+)
 from .resume_check import check_resumed
 from .traffic import bytes_of_arm, check_countable
 
@@ -109,9 +118,10 @@ def check_places(config: TrainConfig) -> list[Finding]:
         checks = PlaceChecks(config)
         for step in steps_of(config.max_iters):
             checks.set_step(step)
-            checks.check_streams()
-            checks.check_low()
-            checks.check_sizes()
+            if checks.have_moved():
+                checks.check_streams()
+                checks.check_low()
+                checks.check_sizes()
             checks.collect()
     except UserError:
         raise
@@ -128,6 +138,7 @@ class PlaceChecks:
         self.step = 0
         self.exact = places_of(config, torch.float64)
         self.plain = places_of(config, torch.float32)
+        self.formulas: list[tuple] = []
         self.gradients = Gradients()
         self.apart = Worst("rows apart", APART_BOUND)
         self.low = {name: Worst(name, bound) for name, (_, bound) in LOW.items()}
@@ -138,6 +149,12 @@ class PlaceChecks:
         self.step = step
         for place in (*self.exact.values(), *self.plain.values()):
             place.set_step(step, self.max_iters)
+
+    def have_moved(self) -> bool:
+        """Is any formula another one than when this was last asked?"""
+        before = self.formulas
+        self.formulas = [formula_of(place) for place in self.exact.values()]
+        return self.formulas != before
 
     def collect(self) -> None:
         """Do what a step does to statistics."""

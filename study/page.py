@@ -72,7 +72,7 @@ def verdicts(outcome: Outcome) -> Table:
 def settings_of_arms(outcome: Outcome) -> Table:
     """Return what each arm had of its own: start, rate, parameters."""
     header = ["arm", "words", "start", "learning rate", "error of the rate", "parameters"]
-    header += ["minutes a run", "declared"]
+    header += ["bytes a token of a block's norms", "minutes a run", "declared"]
     record = outcome.record
     rows = []
     for judged in record.arms:
@@ -87,11 +87,18 @@ def settings_of_arms(outcome: Outcome) -> Table:
                 f"{rate:g}" if rate else "not settled",
                 f"{outcome.rate_errors[name]:.4f}" if rate else "",
                 f"{size['parameters']:,}" if "parameters" in size else "",
+                bytes_text(size),
                 f"{record.seconds[judged.text] / 60:.1f}",
                 "after the verdict" if name in outcome.later else "before the first run",
             ]
         )
     return Table(header, rows)
+
+
+def bytes_text(size: dict[str, Any]) -> str:
+    """Say what an arm's norms move, or that it could not be counted."""
+    count = size.get("bytes_a_token")
+    return f"{count:,.0f}" if count is not None else size.get("problem", "")
 
 
 def start_of(outcome: Outcome, judged: JudgedArm) -> str:
@@ -176,24 +183,26 @@ def checks(outcome: Outcome) -> Table:
     return Table(["arm", "check", "", "figure"], rows)
 
 
-def norms_row(outcome: Outcome) -> str:
-    """Return one row for docs/norms.md's table of judged norms, of the first arm."""
-    judged = outcome.record.arms[1]
+def row_cells(outcome: Outcome, judged: JudgedArm) -> list[str]:
+    """Return an arm's row of the table of judged norms in docs/norms.md, as Markdown."""
     row = outcome.deciding.get(label(judged))
     first = next(iter(outcome.arms[outcome.baseline].values()))
     tokens = first.config["max_iters"] * first.start["tokens_per_step"]
     settings = outcome.record.declaration.settings
-    shape = f"{settings['n_layer']} x {settings['n_embd']}"
     cells = [
-        f"`{judged.text}`",
-        f"`{outcome.record.baseline.text}`",
-        f"{shape}, {tokens / 1e6:.0f} M tokens",
-        f"{row.show(row.estimate.mean)} ({row.show_interval(row.verdict.interval)})" if row else "",
-        row.show_tokens() if row else "",
-        str(len(row.seeds)) if row else "",
-        row.word if row else "no verdict",
+        f"`{escaped(judged.text)}`",
+        f"`{escaped(outcome.record.baseline.text)}`",
+        f"{settings['n_layer']} x {settings['n_embd']}, {tokens / 1e6:.1f} M",
     ]
-    return f"| {' | '.join(cells)} |"
+    if row is None or row.no_verdict:
+        return [*cells, "", "", "", "no verdict"]
+    return [
+        *cells,
+        f"{row.show(row.estimate.mean)} ({row.show_interval(row.verdict.interval)})",
+        row.show_tokens(),
+        str(len(row.seeds)),
+        row.word,
+    ]
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -321,7 +330,9 @@ def markdown_of(outcome: Outcome) -> str:
     parts += [f"Shared settings: {escaped(settings_line(outcome))}.", "## Next"]
     parts.append(f"With new seeds:\n\n    {next_command(outcome)}")
     if outcome.arms.get(outcome.baseline):
-        parts.append(f"A row for the table of judged norms:\n\n    {norms_row(outcome)}")
+        rows = (row_cells(outcome, judged) for judged in outcome.record.arms[1:])
+        text = "\n".join(f"    | {' | '.join(cells)} |" for cells in rows)
+        parts.append(f"For the table of judged norms (CONTRIBUTING.md):\n\n{text}")
     if outcome.left_out:
         parts += ["## Left out", "\n".join(f"- {escaped(line)}" for line in outcome.left_out)]
     return "\n\n".join(parts) + "\n"

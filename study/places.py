@@ -45,14 +45,19 @@ class Reached(NamedTuple):
         )
 
     def kind(self) -> tuple:
-        """Return what is the same of places that are alike: classes, numbers and what comes in."""
-        parts = []
-        for part in self.place.modules():
-            numbers = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str)}
-            # A statistic or a schedule that has moved makes another formula.
-            state = tuple(float(one.double().sum()) for one in tensors_of(part))
-            parts.append((type(part), tuple(sorted(numbers.items())), state))
-        return (*parts, self.delta is None, self.inv_rms is None)
+        """Return what is the same of places that are alike: their formula, and what comes in."""
+        return (formula_of(self.place), self.delta is None, self.inv_rms is None)
+
+
+def formula_of(place: Place) -> tuple:
+    """Return what a place computes with, but for parameters: classes, numbers, statistics."""
+    parts = []
+    for part in place.modules():
+        numbers = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str)}
+        # A statistic or a schedule that has moved makes another formula.
+        state = tuple(float(one.double().sum()) for one in tensors_of(part))
+        parts.append((type(part), tuple(sorted(numbers.items())), state))
+    return tuple(parts)
 
 
 def places_of(config: TrainConfig, dtype: torch.dtype) -> dict[str, Place]:

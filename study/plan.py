@@ -19,7 +19,7 @@ from common.stats import ALPHA, detectable_effect
 from training.config import TrainConfig
 
 from .rates import worst_rate_error
-from .workers import lines_of
+from .workers import STOPPED, lines_of
 
 STEPS = 6  # steps of an arm that are timed, after those that compile
 WARM = 3  # steps that are not
@@ -68,9 +68,12 @@ def time_arm(
             stderr=file,
             start_new_session=True,
         )
+    # So that the run ends with this program.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(STOPPED))
     try:
         speeds, until_first = speeds_of(child, folder, began)
     finally:
+        signal.signal(signal.SIGTERM, before)
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()

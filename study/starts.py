@@ -64,16 +64,14 @@ def matched_gain(found: list[Start], config: TrainConfig) -> float | None:
     """Return the `initial_gain` with which the median of the ratios is 1.
 
     Returns:
-        None if each ratio is 1 within 5 %, if the arm has gains of its own for each place, or if
-        its norms do not take theirs from `initial_gain`.
+        None if it is 1 within 5 %, as no one gain would bring single places nearer; if the arm has
+        gains of its own for each place; or if its norms do not take theirs from `initial_gain`.
     """
     inputs = [start for start in found if start.is_input]
-    if all(LEAST <= start.ratio <= MOST for start in inputs):
-        return None
-    if isinstance(config.initial_gain, tuple) or not config.has_gain:
+    if not inputs or isinstance(config.initial_gain, tuple) or not config.has_gain:
         return None
     ratio = median_ratio(inputs)
-    if not (config.initial_gain > 0 and 0 < ratio < math.inf):
+    if LEAST <= ratio <= MOST or not (config.initial_gain > 0 and 0 < ratio < math.inf):
         return None
     # In logarithms, where a scale-invariant norm is a line of slope 1: a secant finds the zero.
     last, size = math.log(config.initial_gain), math.log(ratio)
@@ -84,6 +82,8 @@ def matched_gain(found: list[Start], config: TrainConfig) -> float | None:
         ratio = median_ratio([start._replace(rms=rms[start.place]) for start in inputs])
         if LEAST <= ratio <= MOST:
             return math.exp(gain)
+        if not 0 < ratio < math.inf:
+            break
         slope = (math.log(ratio) - size) / (gain - last)
         last, size = gain, math.log(ratio)
         if slope < LEAST_SLOPE:

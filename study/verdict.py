@@ -20,7 +20,6 @@ from evidence.comparison import (
     pair_by_seed,
 )
 from evidence.names import short_name
-from evidence.runs import Run
 
 from .declaration import JudgedArm, Record
 from .finished import JUDGED, SCREENING, chosen_rate, finished, judged_runs, screen_of

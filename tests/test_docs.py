@@ -126,7 +126,8 @@ python train.py config/shakespeare_char.py
 python train.py config/layer.py --init_from=gpt2
 python convert.py openai-community/gpt2 --analyze
 python convert.py openai-community/gpt2 --to=rms --out=out/gpt2-rms
-python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
+python convert.py facebook/opt-125m --to=rms --out=out/opt-rms
+python convert.py google/gemma-3-1b-pt --to=rescaled --factor=2^-6 --out=out/gemma
 python data/prepare.py mine.txt --tokenizer=gpt2 --out_dir=data/mine
 python train.py --init_from=gpt2 --data_dir=data/mine --out_dir=out/tuned --dropout=0.1 \
   --max_iters=200 --warmup_iters=20 --learning_rate=6e-5 --min_lr=6e-6 --batch_size=4 \
@@ -212,6 +213,11 @@ repro/point_wise.sh CODE rates
 """,
     "another test runs the program at toy size": """
 python sample.py out/mine --norm_file=my_norm.py
+python judge.py --norm_file=my_norm.py --arms="rms MeanAbs" config/demo.py --out=out/judge
+python judge.py --norm_file=my_norm.py --arms="rms MeanAbs" config/demo.py --dry_run=True
+sbatch --array=1-8 --gpus=1 --cpus-per-task=8 --time=8:00:00 \
+  slurm/judge.sbatch --arms="rms peri" config/small.py --out=out/judge --jobs=1
+python judge.py --out=out/judge --keep=results/judged/mine
 python train.py config/demo.py --data_dir=data/mine --out_dir=out/mine
 pip install .
 torchrun --standalone --nproc_per_node=2 train.py config/demo.py
@@ -259,7 +265,11 @@ COMMANDS = {
 
 
 # Batch script -> the program that gets its arguments
-BATCH = {"slurm/train.sbatch": "train", "slurm/sweep.sbatch": "./sweep.sh"}
+BATCH = {
+    "slurm/train.sbatch": "train",
+    "slurm/sweep.sbatch": "./sweep.sh",
+    "slurm/judge.sbatch": "judge",
+}
 
 
 def split_command(command: str) -> tuple[dict[str, str], str, list[str]]:

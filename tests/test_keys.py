@@ -30,6 +30,7 @@ CONFIGS = {
     "judge": ("JudgeConfig",),
     "hellaswag": ("HellaSwagConfig",),
     "convert": ("ConvertConfig", "--to=rms", "--out=out"),
+    "doctor": ("DoctorConfig",),
     "bench_decode": ("DecodeBenchConfig",),
     "bench.train": ("TrainBenchConfig",),
     "bench.kernels": ("KernelBenchConfig",),

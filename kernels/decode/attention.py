@@ -486,7 +486,7 @@ def _attend(
         KEYS=KEYS,
         PARTS=parts,
         WINDOW=window,
-        **norm_channels(*query[6:8], channels),
+        **norm_channels(query[6], query[7], channels),
         num_warps=WARPS,
         **overlap.launch_options(),
     )

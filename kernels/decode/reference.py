@@ -227,7 +227,8 @@ def heads_attend(*given: Any) -> list[Tensor]:
     """
     *made, parts, scale, window = given
     q = heads(*made)
-    return attend(q, *made[-3:], parts, scale, window)  # the cache and pos
+    k_cache, v_cache, pos = made[-3:]
+    return attend(q, k_cache, v_cache, pos, parts, scale, window)
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,24 @@ class Forgets(Norm):
             self.known = self.last if self.known is None else 0.9 * self.known + 0.1 * self.last
         return []
 """
+# Losses are the same; what is saved is not.
+COUNTS = """
+class Counts(Norm):
+    number = 0
+
+    def __init__(self, *args, **keys):
+        super().__init__(*args, **keys)
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, h, inv_rms=None):
+        wide = h.to(statistics_dtype(h))
+        return self.affine(wide / (wide.abs().mean(-1, keepdim=True) + self.eps), h.dtype), None
+
+    def set_step(self, step, max_iters):
+        self.number += 1
+        self.steps.fill_(self.number)
+        return []
+"""
 # Mixes rows in training alone; in evaluations they have what training found
 OF_BATCHES = """
 class OfBatches(Norm):
@@ -278,18 +296,29 @@ def test_without_a_compiler_nothing_is_compiled(tiny_data, monkeypatch):
 def test_all_checks_of_a_running_statistic(arm, monkeypatch):
     """The arm is at a shape that the run that is resumed does not have."""
     monkeypatch.setattr("sys.executable", warm_python())
-    config, words = arm(running(), "Running", n_layer=3, dropout=0.1, norm_plan="rr rr rr R")
+    config, words = arm(running(), "Running", n_layer=3, dropout=0.1, norm_plan="rI II II R")
     findings = check_arm(config, words)
     assert not failed(findings)
-    assert [found.what for found in findings[-2:]] == ["compiled", "resumed"]
+    compiled, resumed = findings[-2:]
+    assert (compiled.what, resumed.what) == ("compiled", "resumed")
+    assert resumed.figure.startswith("stopped after step ")
 
 
-def test_a_statistic_that_no_checkpoint_has_is_found(arm, monkeypatch):
+# class -> its text, what differs
+NOT_SAVED = {
+    "Forgets": (FORGETS, "losses differ from step "),
+    "Counts": (COUNTS, "model.blocks.0.norm1.norm.steps differs by "),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SAVED)
+def test_what_no_checkpoint_has_is_found(arm, monkeypatch, name):
     monkeypatch.setattr("sys.executable", warm_python())
-    config, words = arm(FORGETS, "Forgets")
+    text, words_of_figure = NOT_SAVED[name]
+    config, words = arm(text, name)
     assert not failed(check_places(config))
     found = check_resumed(config, words)
-    assert not found.is_ok and "losses differ from step 5" in found.figure
+    assert not found.is_ok and words_of_figure in found.figure
 
 
 def test_a_run_that_fails_is_told_by_its_last_line(arm, monkeypatch):
@@ -379,6 +408,20 @@ def test_a_norm_that_ignores_its_gain_cannot_be_matched(arm, tiny_data):
     )
     found = starts(config, config_of(tiny_data, norm_type="rms"))
     assert found[0].ratio > 1.2 and matched_gain(found, config) is None
+
+
+def test_one_gain_is_not_set_for_single_places(arm, tiny_data):
+    """Two of five places start at 0.8 of the others, and the median is 1."""
+    text = (
+        "class Uneven(RMSNorm):\n    @classmethod\n    def of_plan(cls, plan, number):\n"
+        "        keys = plan.common(number)\n"
+        "        return cls(**keys | {'initial': 0.8 if number < 2 else keys['initial']})\n"
+    )
+    config, _ = arm(text, "Uneven")
+    found = starts(config, config_of(tiny_data, norm_type="rms"))
+    assert [round(start.ratio, 2) for start in found] == [0.8, 0.8, 1, 1, 1]
+    assert matched_gain(found, config) is None
+    assert matched_gain([], config) is None
 
 
 def test_output_norms_and_that_of_the_embeddings_have_a_scale(tiny_data):
