@@ -15,7 +15,7 @@ from common.hub import MOST_JSON, model_folder, read_config
 from common.inputs import read_regular
 from common.nanogpt import FILE as NANOGPT
 from common.output import check_apart, parse_json
-from common.past import PLACE
+from common.past import PLACE, config_today
 from configurator import Overrides
 from hf.config import gpt_config, random_model, shape_config
 from hf.weights import load_hf
@@ -29,7 +29,6 @@ from training.checkpoint import (
     FREE_KEYS,
     LAST,
     check_same_model,
-    config_today,
     load_weights,
     model_config,
     read_checkpoint,

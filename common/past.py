@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.auto import AUTO, by_device, device_kind
-from common.errors import CheckpointError, UserError
+from common.errors import CheckpointError, ConfigError, UserError
 from common.norm_file import check_none_is_named
 
 # --------------------------------------------------------------------------------- keys of a config
@@ -105,6 +105,14 @@ def as_today(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def config_today(saved: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the config that the file `path` has, as as_today does. Raises UserError."""
+    try:
+        return as_today(saved)
+    except ConfigError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
 def _translated(name: str, value: Any) -> tuple[str, Any]:
     """Return one key with today's name and value."""
     for (old, given), today in SPELLINGS.items():
@@ -178,13 +186,21 @@ def name_today(name: str, config: dict[str, Any]) -> str:
     return f"{place}norm.{part}"
 
 
-def check_whole(state: dict[str, Any], path: Path) -> None:
-    """Raise UserError for a checkpoint of FSDP that is a folder of shards, as until a88e4da."""
+def checkpoint_today(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return what a checkpoint file holds with today's keys of the config and names of tensors.
+
+    Raises:
+        UserError: it is one of FSDP's, a folder of shards, as until a88e4da; or its config names a
+            norm file. No other checkpoint of its run may take its place.
+    """
     if "shards" in state:
         raise UserError(
             f"{path}: its tensors are in a folder next to it: merge them first, with commit "
             f"d806d57 (`python -m training.checkpoint {path.parent}` there)"
         )
+    config = config_today(state["config"], path)
+    weights = {name_today(name, config): tensor for name, tensor in state["model"].items()}
+    return state | {"config": config, "model": weights}
 
 
 def moments_by_name(

@@ -70,7 +70,7 @@ from .certificate import TOLERANCE, Certificate, Check, Inputs, changed
 from .choice import Analysis, Finding
 from .gains import fold_gains
 from .graph import Graph
-from .modules import FoldedNorm, Plan, carry_out, reparametrize, set_check
+from .modules import Plan, carry_out, reparametrize, set_check
 from .norm_probes import norms_of
 from .siblings import FoldError
 

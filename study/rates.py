@@ -11,6 +11,7 @@ that are there. Losses are in nats; one that diverged is infinite.
 
 import functools
 import math
+import statistics
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,9 +50,11 @@ class Screen:
         """
         both = [its[SECOND] - its[FIRST] for its in self.losses.values() if len(its) == 2]
         finite = [difference for difference in both if math.isfinite(difference)]
-        shift = float(np.mean(finite)) if finite else 0.0
-        values = [loss - shift * (seed == SECOND) for seed, loss in self.losses[octave].items()]
-        return float(np.mean(values))
+        shift = statistics.fmean(finite) if finite else 0.0
+        values = [
+            loss - shift if seed == SECOND else loss for seed, loss in self.losses[octave].items()
+        ]
+        return statistics.fmean(values)
 
     @property
     def best(self) -> int:
@@ -116,10 +119,11 @@ class Screen:
         its square is the variance of a run.
         """
         both = [its[SECOND] - its[FIRST] for its in self.losses.values() if len(its) == 2]
-        finite = np.array([difference for difference in both if math.isfinite(difference)])
+        finite = [difference for difference in both if math.isfinite(difference)]
         if len(finite) < 2:
             return 0.0, 0
-        return float(((finite - finite.mean()) ** 2).sum() / 2), len(finite) - 1
+        mean = statistics.fmean(finite)
+        return sum((one - mean) ** 2 for one in finite) / 2, len(finite) - 1
 
 
 def vertex(losses: list[float]) -> float:
@@ -132,7 +136,7 @@ def vertex(losses: list[float]) -> float:
     bend = low - 2 * middle + high
     if not math.isfinite(bend) or bend <= 0:
         return 0.0
-    return float(np.clip((low - high) / (2 * bend), -REACH, REACH))
+    return min(max((low - high) / (2 * bend), -REACH), REACH)
 
 
 def noise(screens: list[Screen]) -> float | None:

@@ -35,15 +35,7 @@ from common.errors import CheckpointError, ConfigError, UserError, cannot_write
 from common.inputs import check_regular
 from common.nanogpt import as_ours
 from common.output import replacing
-from common.past import (
-    BEFORE_THE_KEY,
-    RETIRED,
-    as_today,
-    check_retired,
-    check_whole,
-    moments_by_name,
-    name_today,
-)
+from common.past import BEFORE_THE_KEY, RETIRED, check_retired, checkpoint_today, moments_by_name
 from configurator import Overrides
 from data.shards import read_meta
 from model import GPT, GPTConfig
@@ -123,17 +115,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if isinstance(state, dict) and "model_args" in state:
         state = as_ours(state, path, read_meta)
     check_entries(path, state)
-    check_whole(state, path)
     if state.get("format", 1) not in (1, FORMAT):
         raise UserError(
             f"{path}: checkpoint format {state['format']}, this program reads {FORMAT}: update it"
         )
+    state = checkpoint_today(state, path)
     name = first_not_finite(state)
     if name:
         raise CheckpointError(f"{path}: {name} is not finite: use another checkpoint")
-    config = config_today(state["config"], path)
-    weights = {name_today(name, config): tensor for name, tensor in state["model"].items()}
-    return state | {"config": config, "model": weights}
+    return state
 
 
 def _read_archive(path: Path) -> Any:
@@ -435,20 +425,8 @@ def saved_model(path: Path, state: dict[str, Any]) -> GPT:
     return model
 
 
-def config_today(saved: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the config that the file `path` has, with the keys and values of today.
-
-    Raises:
-        UserError: it names a norm file. No other checkpoint may take its place.
-    """
-    try:
-        return as_today(saved)
-    except ConfigError as error:
-        raise UserError(f"{path}: {error}") from None
-
-
 def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
-    """Take the model's keys from a saved config, of config_today.
+    """Take the model's keys from a saved config of today (common/past.py).
 
     Keys that an older config lacks have their defaults, and so have those of other norm types. An
     older config without norm_type is of type layer.
