@@ -439,7 +439,7 @@ def worth() -> dict[str, float]:
         "initialisation": min(by_std[0.02]) - min(by_std[chosen[1]]),
         "Muon for AdamW": muon_for_adamw().mean,
         "halving or doubling the rate": float(np.mean(others) - np.mean(checked[chosen])),
-        f"the best norm ({best})": gains[best],
+        f"the best of these norms ({best})": gains[best],
     }
 
 

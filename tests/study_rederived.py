@@ -224,5 +224,5 @@ def worth() -> dict[str, float]:
         "initialisation": by_std[0.02] - by_std[0.08],
         "Muon for AdamW": muon_for_adamw().mean(),
         "halving or doubling the rate": (half + double) / 2 - here,
-        "the best norm (peri)": -paired("which_norm/verdict-W", "peri", JUDGED).mean(),
+        "the best of these norms (peri)": -paired("which_norm/verdict-W", "peri", JUDGED).mean(),
     }
