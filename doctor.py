@@ -2,6 +2,8 @@
 
     python doctor.py Qwen/Qwen3-0.6B
         a line for each kind of norm: formula, eps and its place, gain, order of rounding, readers
+    python doctor.py out/demo --text=book.txt
+        and the stream that each norm sees
     python doctor.py FOLDER --against=ours:FOLDER
         the same weights in two forms: which norm differs first, and why
     python doctor.py my_model.py:make
@@ -24,11 +26,15 @@ the first that differs and why: offset (w or 1 + w), eps, its place, rounding, s
 norm, a permuted gain; or another input, where all norms before it agree. Where it can, it replaces
 that one thing and says whether the models agree then.
 
+--text measures what each norm is given on the text: RMS, the largest magnitude beside the range of
+float16, the share of the squares that is in the mean and in the first token, and the kurtosis.
+
 With --json the last line of output is JSON.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -44,9 +50,11 @@ from fold import norms_of
 from fold.alignment import compare_found
 from fold.certificate import Inputs
 from fold.hub import RECIPE, example_inputs, load, load_pretrained, no_cache
+from fold.streams import streams
 from load import load_model
 from model import GPT
 from norm_files import take_norm_file
+from posthoc.coupling import text_windows
 from training.checkpoint import BEST, LAST
 
 OURS = "ours:"
@@ -58,6 +66,9 @@ class DoctorConfig:
     """Keys of doctor.py."""
 
     against: str = key("", "another model, of the same weights, to compare the norms with")
+    text: str = key("", "files of text, with commas between: measure what the norms are given")
+    windows: int = key(16, "text: windows of it", least=2)
+    length: int = key(256, "text: tokens of a window, at most the model's context", least=2)
     seed: int = key(0, "of the random example inputs", least=0, most=(1 << 32) - 1)
     device: str = key(
         "cpu", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
@@ -141,6 +152,25 @@ def same_inputs(inputs: Inputs, other: nn.Module, own: Inputs) -> Inputs:
     return inputs if is_alike else own
 
 
+def text_batches(
+    spec: str, model: nn.Module, config: DoctorConfig, device: torch.device
+) -> Iterator[Inputs]:
+    """Yield the windows of the text as the model takes them, one at a time."""
+    is_ours = isinstance(model, GPT)
+    if not is_ours and getattr(model, "main_input_name", "") != "input_ids":
+        raise ConfigError("text is for models with a tokenizer: leave it out")
+    if is_ours:
+        meta, context = model.meta, model.config.block_size
+    else:
+        meta = {"tokenizer": "hf", "path": str(model_folder(spec))}
+        text_config = model.config.get_text_config()
+        context = getattr(text_config, "max_position_embeddings", None) or config.length
+    windows = text_windows(config.text, meta, min(config.length, context), config.windows)
+    for window in windows.to(device):
+        ids = window[None]  # (1, T)
+        yield (ids,) if is_ours else {"input_ids": ids} | no_cache(model)
+
+
 # ------------------------------------------------------------------------------------------ program
 
 
@@ -151,6 +181,10 @@ def main(argv: list[str]) -> None:
     found = norms_of(model, inputs)
     print(found)
     told = {"spec": spec, **found.record()}
+    if config.text:
+        measured = streams(model, found, text_batches(spec, model, config, device))
+        print("", *measured, sep="\n")
+        told["streams"] = [asdict(stream) for stream in measured]
     if config.against:
         other, others = on_device(*load_any(config.against, config.seed), device)
         others = same_inputs(inputs, other, others)

@@ -10,6 +10,10 @@ Of any norms, move gains and biases into the linear layers that read them (gains
 
     weightless, certificate = fold_gains(model, {"input_ids": ids})
 
+Say of each norm, of any kind, what it computes (norm_probes.py):
+
+    print(norms_of(model, {"input_ids": ids}))
+
 What goes in
     Any nn.Module that torch.export can export, and example inputs: a tuple of positional or a dict
     of keyword arguments. It is analysed in the mode (train or eval) that it is in.
@@ -55,7 +59,10 @@ ignored. That is not exact on trained weights, so such a report cannot be folded
 The modules of this package: choice.py decides which norms fold (cut.py: where to insert centrings),
 rules.py says what each operation does to a zero mean, lines.py recognises norms,
 graph.py follows the stream back to its sources, modules.py carries the fold out, certificate.py
-checks it. gains.py folds gains on the same graph. hub.py is for models of transformers; the
+checks it. gains.py folds gains on the same graph. norm_probes.py finds norms by calling modules:
+formulas.py names the formula, gain_forms.py the gain, roundings.py the order of rounding,
+hand_norms.py those in no module; alignment.py compares the norms of two models, streams.py measures
+what they are given. hub.py is for models of transformers; the
 repository also has gpt.py, for its own model.
 """
 

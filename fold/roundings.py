@@ -164,6 +164,10 @@ def normalised(x: Tensor, formula: Formula) -> Iterator[tuple[str, Tensor]]:
     yield "16 bits", narrow * _inverse(square, formula)
     yield "16 bits", narrow / _root(square, formula)
     yield "float32 of squares and mean in 16 bits", centred * _inverse(square.float(), formula)
+    # The same of numbers that were centred in float32
+    exact = centred[..., : formula.counted].to(x.dtype).square().mean(-1, keepdim=True)
+    exact = exact.float() * formula.unit**2
+    yield "float32 of squares and mean in 16 bits", centred * _inverse(exact, formula)
     yield "float32 of squares in 16 bits", centred * _inverse(summed, formula)
 
 

@@ -46,7 +46,7 @@ FAMILIES = {
     "Gemma 3": ("Gemma3TextConfig", HEAD),
     "BERT": ("BertConfig", BERT),
     "Cohere": ("CohereConfig", {**SMALL, "use_qk_norm": True}),
-    "EXAONE 4": ("Exaone4Config", {**SMALL, "sliding_window": None}),
+    "EXAONE 4": ("Exaone4Config", {**SMALL, "sliding_window": 12}),
     "Gemma": ("GemmaConfig", HEAD),
     "Gemma 2": ("Gemma2Config", HEAD),
     "GLM-4": ("Glm4Config", HEAD),
@@ -101,7 +101,7 @@ def cells(row: NormRow) -> tuple[str, ...]:
     rounding = row.norm.roundings[torch.bfloat16]
     order = {"gain before the rounding": "after the gain", "gain after the rounding": "before it"}
     return (
-        row.kind,
+        f"{row.kind} {row.note}".strip(),
         eps,
         row.gain,
         "yes" if row.bias else "no",

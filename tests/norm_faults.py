@@ -31,7 +31,7 @@ MODELS = {
     "olmo3": ("Olmo3", {**BASE, "sliding_window": 12}, "ours"),
     "gemma3": ("Gemma3", {**BASE, "head_dim": 12, "sliding_window": 12}, "ours"),
     "qwen3_moe": ("Qwen3Moe", {**BASE, **MOE, "head_dim": 12}, "copy"),
-    "exaone4": ("Exaone4", {**BASE, "sliding_window": None}, "copy"),
+    "exaone4": ("Exaone4", {**BASE, "sliding_window": 12}, "copy"),
     "hunyuan": ("HunYuanDenseV1", {**BASE, "head_dim": 12}, "copy"),
     "stablelm": ("StableLm", {**BASE, "qk_layernorm": True}, "copy"),
 }

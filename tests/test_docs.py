@@ -53,6 +53,8 @@ python convert.py out/demo --to=weightless --out=out/weightless
 python convert.py out/demo --to=coupled --inexact --out=out/coupled
 python convert.py out/layer --analyze
 python convert.py out/demo --to=hf --out=out/hf
+python doctor.py out/demo --text=book.txt
+python doctor.py out/layer --against=out/demo
 python bench_decode.py random:qwen3-0.6b --ledger
 repro/gpu.sh
 python -m repro.which_norm
@@ -135,6 +137,7 @@ python train.py --init_from=gpt2 --data_dir=data/mine --out_dir=out/tuned --drop
 python convert.py out/tuned --to=hf --out=out/tuned-hf
 python hellaswag.py out/distill
 python convert.py Qwen/Qwen3-0.6B --to=weightless --out=out/qwen3
+python doctor.py Qwen/Qwen3-0.6B --against=ours:Qwen/Qwen3-0.6B
 python -m posthoc.rms_stats Qwen/Qwen3-0.6B --text=book.txt --across --plot=fig3.png
 python distill.py config/distill_qwen3_0.6b.py
 python distill.py config/distill_qwen3_0.6b.py --estimate

@@ -12,6 +12,7 @@ from torch import nn
 
 import doctor
 from fold import norms_of
+from fold.streams import streams
 
 
 class Beside(nn.Module):
@@ -167,3 +168,25 @@ def test_a_function_that_returns_no_model_is_named(tmp_path):
     file.write_text(MODEL)
     with pytest.raises(doctor.ConfigError, match="must return"):
         doctor.main([f"{file}:nothing"])
+
+
+def test_what_a_norm_is_given():
+    """As computed from what is given to it: 8 texts of 5 tokens, the first of which is large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.RMSNorm(8), nn.Linear(8, 3)).eval()
+    model[0].weight.data[7] *= 100
+    ids = torch.randint(8, 50, (8, 5))
+    ids[:, 0] = 7
+    found = norms_of(model, (ids,))
+    (stream,) = streams(model, found, [(part,) for part in ids.split(2)])
+    x = model[0](ids).detach().double()
+    square = x.square()
+    assert stream.path == "1" and stream.largest == x.abs().max()
+    assert stream.rms == pytest.approx(float(square.mean().sqrt()))
+    means = x.mean(-1).square().mean() / square.mean()
+    assert stream.mean_share == pytest.approx(float(means))
+    assert stream.first == pytest.approx(float(square[:, 0].sum() / square.sum()))
+    assert stream.first > 0.9
+    centred = x - x.mean(-1, keepdim=True)
+    tails = centred.pow(4).mean(-1) / centred.square().mean(-1).square()
+    assert stream.kurtosis == pytest.approx(float(tails.mean()))
