@@ -400,7 +400,8 @@ def _other_outputs(before: nn.Module, after: nn.Module, inputs: Inputs) -> list[
             (base, after.base_model),
             base_inputs,
         ),
-        "hidden states (output_hidden_states)": (
+        # AutoModel of a T5 returns the last of them, though it has no base model of its own.
+        "hidden states (output_hidden_states), and AutoModel where it returns one": (
             (before, after),
             inputs | {"output_hidden_states": True},
         ),
