@@ -22,10 +22,9 @@ on.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from . import rows
-from .reference import Outputs
+from .operands import Gradients, Inputs, Outputs, Saved, Settings, Upstream
 from .rows import inverse_root, load, load_vector, store, store_partial
 
 
@@ -116,11 +115,14 @@ def forward_kernel(
     if GATE_C is not None:
         gate = tl.load(GATE_C)
         rest = (1.0 - gate) * tl.load(GATE_C + 1)
+    # The sum is stored as soon as it is there, but at a shared position after y: before it some
+    # registers spill (1,600 channels, sm_100).
+    h_is_first: tl.constexpr = GIVEN is None
     for start in range(0, C, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         mask = valid[:, None] & (col < C)[None, :]
         h = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
-        if H is not None and GIVEN is None:
+        if H is not None and h_is_first:
             store(H, row, first + col, C * GROUPS, h, mask)
         if Y is not None:
             v = h
@@ -136,7 +138,7 @@ def forward_kernel(
                     h = h * load_vector(WT, col, C)
                 y = gate * y + rest * h
             store(Y, row, first + col, C * GROUPS, y, mask)
-        if H is not None and GIVEN is not None:  # before Y some registers spill (1,600, sm_100)
+        if H is not None and not h_is_first:
             store(H, row, first + col, C * GROUPS, h, mask)
     if MEAN is not None:
         tl.store(MEAN + row, mean, mask=valid)
@@ -339,120 +341,151 @@ def backward_kernel(
 # ---------------------------------------------------------------------------------------- launchers
 
 
-def forward(
-    x: Tensor,
-    a: Tensor | None,
-    given: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    w_out: Tensor | None,
-    w_tilde: Tensor | None,
-    gate_c: Tensor | None,
-    eps: float,
-    eps_out: float | None,
-    groups: int,
-    counted: int | None,
-    kind: str,
-) -> Outputs:
-    """Launch the forward kernel for these reference.Inputs; the statistics are float32."""
+def forward(inputs: Inputs, settings: Settings) -> Outputs:
+    """Launch the forward kernel of a norm; the statistics are float32."""
+    x, a = inputs.x, inputs.a
+    kind, groups = settings.kind, settings.groups
+    has_output_norm = settings.eps_out is not None
+    dtype = x.dtype
+    if a is not None and not has_output_norm:
+        dtype = torch.promote_types(x.dtype, a.dtype)
     row = (*x.shape[:-1], 1)
-    dtype = x.dtype if a is None or eps_out is not None else torch.promote_types(x.dtype, a.dtype)
-    has_statistic = kind and given is None
+    in_groups = (*x.shape[:-1], groups)
+    has_statistic = kind and inputs.given is None
     outputs = Outputs(
         y=rows.empty(x.shape, dtype, x.device) if kind else None,
         h=None if a is None else rows.empty(x.shape, dtype, x.device),
         mean=rows.empty(row, torch.float32, x.device) if kind == "layer" else None,
-        inv=rows.empty((*row[:-1], groups), torch.float32, x.device) if has_statistic else None,
-        inv_out=None if eps_out is None else rows.empty(row, torch.float32, x.device),
+        inv=rows.empty(in_groups, torch.float32, x.device) if has_statistic else None,
+        inv_out=rows.empty(row, torch.float32, x.device) if has_output_norm else None,
     )
     channels = x.shape[-1] // groups
     x = rows.as_rows(x)
     a = rows.as_rows(a)
-    work = rows.split(x, channels, rows.FORWARD, rows.WHOLE if given is None else rows.NARROW)
+    widest = rows.WHOLE if inputs.given is None else rows.NARROW
+    work = rows.split(x, channels, rows.FORWARD, widest)
     rows.launch(
         forward_kernel,
         (work.row_tiles, groups),
         x,
-        *(x, a, *rows.adjacent(given, w, b, w_out, w_tilde)),
-        None if gate_c is None else gate_c.float().contiguous(),
-        *outputs,
-        *(x.shape[0], rows.stride(x), rows.stride(a), eps, eps_out or 0.0),
+        X=x,
+        A=a,
+        GIVEN=rows.adjacent(inputs.given),
+        W=rows.adjacent(inputs.w),
+        B=rows.adjacent(inputs.b),
+        W_OUT=rows.adjacent(inputs.w_out),
+        WT=rows.adjacent(inputs.w_tilde),
+        GATE_C=None if inputs.gate_c is None else inputs.gate_c.float().contiguous(),
+        Y=outputs.y,
+        H=outputs.h,
+        MEAN=outputs.mean,
+        INV=outputs.inv,
+        INV_OUT=outputs.inv_out,
+        n_rows=x.shape[0],
+        x_stride=rows.stride(x),
+        a_stride=rows.stride(a),
+        eps=settings.eps,
+        eps_out=settings.eps_out or 0.0,
         C=channels,
-        COUNTED=counted or channels,
+        COUNTED=settings.counted or channels,
         GROUPS=groups,
         **work.meta,
     )
     return outputs
 
 
-def backward(
-    dy: Tensor,
-    dh: Tensor | None,
-    ds: Tensor | None,
-    x: Tensor,
-    a: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    w_out: Tensor | None,
-    w_tilde: Tensor | None,
-    gate_c: Tensor | None,
-    mean: Tensor | None,
-    inv: Tensor,
-    inv_out: Tensor | None,
-    counted: int | None,
-    kind: str,
-    gains: bool,
-) -> tuple[Tensor | None, ...]:
-    """Launch the backward kernel. x is the norm's input: h, if the forward kernel added.
+def backward(upstream: Upstream, saved: Saved, settings: Settings, gains: bool) -> Gradients:
+    """Launch the backward kernel of a norm.
 
     Returns:
-        (dx, da, dw, db, dw_out, dw_tilde); without `gains` the last four are None. da and dw_out
-        are also None for rows of more than WHOLE channels: the caller then takes them from dx.
+        The gradients; without `gains` x and a alone. a and w_out have none for rows of more than
+        WHOLE channels: the caller then takes them from that of x.
     """
-    groups = inv.shape[-1]
-    channels = x.shape[-1] // groups
-    is_shared = kind == "shared"
-    dx = rows.empty(x.shape, x.dtype, x.device)
+    groups = saved.inv.shape[-1]
+    channels = saved.x.shape[-1] // groups
+    is_shared = settings.kind == "shared"
+    dx = rows.empty(saved.x.shape, saved.x.dtype, saved.x.device)
     da = None
-    if a is not None and channels <= rows.WHOLE:
-        da = rows.empty(a.shape, a.dtype, a.device)
-    dy, dh, x, a = (rows.as_rows(tensor) for tensor in (dy, dh, x, a))
-    ds, w, b, w_out, w_tilde, inv = rows.adjacent(ds, w, b, w_out, w_tilde, inv)
-    gate_c = None if gate_c is None else gate_c.float().contiguous()
+    if saved.a is not None and channels <= rows.WHOLE:
+        da = rows.empty(saved.a.shape, saved.a.dtype, saved.a.device)
+    dy = rows.as_rows(upstream.dy)
+    dh = rows.as_rows(upstream.dh)
+    x = rows.as_rows(saved.x)
+    a = None if da is None else rows.as_rows(saved.a)
+    w = rows.adjacent(saved.w)
+    inv = rows.adjacent(saved.inv)
     each = rows.BACKWARD
-    if (da is not None or gate_c is not None) and channels > rows.WHOLE // 2:
+    if (da is not None or saved.gate_c is not None) and channels > rows.WHOLE // 2:
         each *= 4  # 8 warps: with 16 some registers of two norms spill, and instructions are more
     work = rows.split(x, channels, each, rows.NARROW if is_shared else rows.WHOLE)
     dot = None
     total = None
     if work.column_tiles > 1 and not is_shared:
         dot = rows.empty(inv.shape, torch.float32, x.device)
-        total = None if mean is None else rows.empty(mean.shape, torch.float32, x.device)
+        total = None
+        if saved.mean is not None:
+            total = rows.empty(saved.mean.shape, torch.float32, x.device)
         rows.launch(
             dots_kernel,
             (work.row_tiles, groups),
             x,
-            *(dy, x, w, mean, inv, dot, total),
-            *(x.shape[0], rows.stride(dy), rows.stride(x)),
+            DY=dy,
+            X=x,
+            W=w,
+            MEAN=saved.mean,
+            INV=inv,
+            DOT=dot,
+            SUM=total,
+            n_rows=x.shape[0],
+            dy_stride=rows.stride(dy),
+            x_stride=rows.stride(x),
             C=channels,
             GROUPS=groups,
             **work.meta,
         )
+    tensors = {
+        "DY": dy,
+        "DH": dh,
+        "DS": rows.adjacent(upstream.ds),
+        "X": x,
+        "A": a,
+        "W": w,
+        "W_OUT": rows.adjacent(saved.w_out),
+        "WT": rows.adjacent(saved.w_tilde),
+        "GATE_C": None if saved.gate_c is None else saved.gate_c.float().contiguous(),
+        "MEAN": saved.mean,
+        "INV": inv,
+        "INV_OUT": saved.inv_out,
+        "DOT": dot,
+        "SUM": total,
+        "DX": dx,
+        "DA": da,
+    }
+    strides = {
+        "dy_stride": rows.stride(dy),
+        "dh_stride": rows.stride(dh),
+        "x_stride": rows.stride(x),
+        "a_stride": rows.stride(a),
+    }
     sums = rows.launch_backward(
         backward_kernel,
-        (
-            *(dy, dh, ds, x, None if da is None else a, w, w_out, w_tilde, gate_c),
-            *(mean, inv, inv_out, dot, total, dx, da),
-        ),
-        (w, b, None if da is None else w_out, w_tilde),
-        gains,
-        x.shape[0],
-        (rows.stride(dy), rows.stride(dh), rows.stride(x), rows.stride(a)),
+        x,
         work,
-        groups,
+        x.shape[0],
+        tensors,
+        strides,
+        parameters={
+            "DW": saved.w if gains else None,
+            "DB": saved.b if gains else None,
+            "DW_OUT": saved.w_out if gains and da is not None else None,
+            "DWT": saved.w_tilde if gains else None,
+        },
+        groups=groups,
         C=channels,
-        COUNTED=counted or channels,
+        COUNTED=settings.counted or channels,
         GROUPS=groups,
         SHARED=is_shared,
     )
-    return dx, da, *sums
+    return Gradients(
+        x=dx, a=da, w=sums["DW"], b=sums["DB"], w_out=sums["DW_OUT"], w_tilde=sums["DWT"]
+    )

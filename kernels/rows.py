@@ -91,11 +91,24 @@ def resident(registers: int, warps: int, registers_per_sm: int) -> int:
 
 @functools.cache
 def programs(
-    kernel: Any, signature: tuple, constants: tuple[tuple[str, Any], ...], device: torch.device
+    kernel: Any,
+    types: tuple[tuple[str, Any], ...],
+    constants: tuple[tuple[str, Any], ...],
+    device: torch.device,
 ) -> int:
-    """Return the number of programs of a backward kernel, compiled for `signature`, on `device`."""
+    """Return the number of programs of a backward kernel on `device`.
+
+    Args:
+        kernel: the kernel, which is compiled to know its registers.
+        types: name and type of each argument that is not of compile time; None: there is none.
+        constants: name and value of each one that is, and of the launch's options.
+        device: of the tensors.
+    """
     if device.type != "cuda":
         return 4  # for Triton's interpreter
+    type_of = dict(types)
+    # warmup takes types for tensors only where they are passed by position.
+    signature = [type_of[name] for name in kernel.arg_names if name in type_of]
     with torch.cuda.device(device):  # it compiles and loads for the current one
         compiled = kernel.warmup(*signature, grid=(1,), **dict(constants))
         compiled._init_handles()  # loads it, and only then its registers are known
@@ -108,66 +121,68 @@ def programs(
 
 def launch_backward(
     kernel: Any,
-    tensors: tuple[Tensor | None, ...],
-    parameters: tuple[Tensor | None, ...],
-    gains: bool,
-    n_rows: int,
-    strides: tuple[int, ...],
+    like: Tensor,
     work: Work,
+    n_rows: int,
+    tensors: dict[str, Tensor | None],
+    strides: dict[str, int],
+    parameters: dict[str, Tensor | None],
     groups: int = 1,
     **constants: Any,
-) -> list[Tensor | None]:
-    """Launch kernel(*tensors, *partial sums, n_rows, chunk, *strides) over chunks of rows.
+) -> dict[str, Tensor | None]:
+    """Launch a backward kernel over chunks of rows, and sum what its programs leave.
 
     A program gets at least LEAST rows, so that short inputs leave few partial sums, also on a large
     device.
 
     Args:
-        kernel: a backward kernel; its grid is (programs, groups, column tiles).
-        tensors: its first arguments.
-        parameters: gains and biases (C,), or None; the kernel sums their gradients over rows.
-        gains: are these gradients wanted?
-        n_rows: rows of the input.
-        strides: its last arguments.
+        kernel: its grid is (programs, groups, column tiles). Beside what follows it takes n_rows,
+            and `chunk`, the rows of a program.
+        like: a tensor of the device.
         work: what `split` returned.
+        n_rows: rows of the input.
+        tensors: arguments that it reads or fills.
+        strides: arguments, from one row to the next.
+        parameters: gains and biases (C,) whose gradients it sums over rows, by the names of the
+            arguments that take its partial sums; None for a sum that is not wanted.
         groups: channel groups, each with programs of its own.
         constants: its compile-time arguments, but for the tile's shape.
 
     Returns:
-        The gradients of the parameters (C,), in their types; None where none is wanted.
+        The gradients of the parameters (C,), in their types and by the same names.
     """
-    device = tensors[0].device
     constants = constants | work.meta
-    wanted = [parameter is not None and gains for parameter in parameters]
     # The types of the arguments, for a large aligned input: so the grid, which decides the order of
     # the sums, does not depend on the input that happens to come first.
-    signature = (
-        *[None if tensor is None else tensor.dtype for tensor in tensors],
-        *[torch.float32 if summed else None for summed in wanted],
-        *[16] * (2 + len(strides)),
-    )
+    types = {name: None if tensor is None else tensor.dtype for name, tensor in tensors.items()}
+    types |= {name: None if of is None else torch.float32 for name, of in parameters.items()}
+    types |= dict.fromkeys(("n_rows", "chunk", *strides), 16)
     at_most = 1  # without a launch, of a fake tensor
-    if not isinstance(tensors[0], FakeTensor):
-        at_most = programs(kernel, signature, tuple(constants.items()), device)
+    if not isinstance(like, FakeTensor):
+        at_most = programs(kernel, tuple(types.items()), tuple(constants.items()), like.device)
     at_most = max(1, at_most // (groups * work.column_tiles))
     height = work.meta["ROWS"]
     tiles_each = max(ceil_div(LEAST, height), ceil_div(work.row_tiles, at_most))
     n_programs = ceil_div(work.row_tiles, tiles_each)
-    sums = [
-        empty((n_programs, len(parameter)), torch.float32, device) if summed else None
-        for parameter, summed in zip(parameters, wanted)
-    ]
+    sums = {
+        name: None if of is None else empty((n_programs, len(of)), torch.float32, like.device)
+        for name, of in parameters.items()
+    }
     launch(
         kernel,
         (n_programs, groups, work.column_tiles),
-        tensors[0],
-        *(*tensors, *sums, n_rows, tiles_each * height, *strides),
+        like,
+        **tensors,
+        **sums,
+        n_rows=n_rows,
+        chunk=tiles_each * height,
+        **strides,
         **constants,
     )
-    return [
-        None if partial is None else partial.sum(0).to(parameter.dtype)
-        for partial, parameter in zip(sums, parameters)
-    ]
+    return {
+        name: None if partial is None else partial.sum(0).to(parameters[name].dtype)
+        for name, partial in sums.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------- tensors
@@ -184,9 +199,9 @@ def as_rows(x: Tensor | None) -> Tensor | None:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def adjacent(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return gains, biases and statistics with their elements adjacent in memory."""
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+def adjacent(tensor: Tensor | None) -> Tensor | None:
+    """Return a gain, a bias or a statistic with its elements adjacent in memory."""
+    return None if tensor is None else tensor.contiguous()
 
 
 def empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -209,17 +224,15 @@ def operator(function: Callable, mutates: tuple[str, ...] = ()) -> CustomOpDef:
     return made
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **options: Any
-) -> None:
-    """Launch a kernel on the GPU that holds `like`; options are its compile-time arguments.
+def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, **arguments: Any) -> None:
+    """Launch a kernel on the GPU that holds `like`, with arguments and options by name.
 
     Where torch.compile only asks for the results' shapes (a fake `like`) nothing is launched. So a
     launch function is its own fake implementation.
     """
     if not isinstance(like, FakeTensor):
         with torch.cuda.device_of(like):  # on a CPU it does nothing
-            kernel[grid](*arguments, **options)
+            kernel[grid](**arguments)
 
 
 @triton.jit

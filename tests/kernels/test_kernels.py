@@ -277,17 +277,20 @@ def test_a_backward_kernel_gets_the_programs_that_its_registers_let_in(
     the tensors' own device.
     """
     assert rows.resident(registers, warps, 65536) == expected
-    given, constants = (torch.bfloat16, None, 16), (("C", 768), ("num_warps", warps))
+    # Arguments come in any order; the kernel's own counts.
+    given = {"n_rows": 16, "X": torch.bfloat16, "W": None}
+    constants = (("C", 768), ("num_warps", warps))
     compiled = SimpleNamespace(n_regs=registers, _init_handles=lambda: None)
 
     def warmup(*signature, grid, **others):
-        assert signature == given and others == dict(constants) and current == [place]
+        assert signature == (torch.bfloat16, None, 16) and others == dict(constants)
+        assert current == [place]
         return compiled
 
     device = SimpleNamespace(regs_per_multiprocessor=65536, multi_processor_count=132)
     place, current = torch.device("cuda", 1), []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr(torch.cuda, "device", lambda own: nullcontext(current.append(own)))
-    kernel = SimpleNamespace(warmup=warmup)
-    found = rows.programs.__wrapped__(kernel, given, constants, place)
+    kernel = SimpleNamespace(warmup=warmup, arg_names=["X", "W", "n_rows", "C"])
+    found = rows.programs.__wrapped__(kernel, tuple(given.items()), constants, place)
     assert found == 132 * expected
