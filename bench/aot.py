@@ -49,7 +49,7 @@ from decode.arms import is_plain_pre_norm, with_norms
 from decode.pack import LEVELS, pack
 from decode.step import Decoder
 from hf.config import SHAPES
-from kernels import binding
+from kernels import binding, rows
 from kernels.decode.overlap import overlapping
 from kernels.decode.triton_launches import FUSED
 from kernels.operands import Inputs, Outputs, Settings
@@ -59,6 +59,7 @@ from norm_types import SHARED
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ROWS = 65536
+PROGRAMS = 8 * 132  # of a backward kernel: eight for each multiprocessor of an H200
 # with bfloat16 that Triton compiles for; another one aborts in LLVM
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 COLUMNS = (
@@ -73,6 +74,7 @@ COLUMNS = (
     "spill",
     "FP64",
 )
+BACKWARD = ("backward_kernel", "dots_kernel", "sum_kernel")
 EARLY = ("vector_kernel", "attend_kernel")  # of decoding: these begin to load before they wait
 # compile-time arguments that tell launches of decoding apart
 NAMED_FACTS = ("N", "KIND", "OWN", "HEADS", "WINDOW", "PARTS", "Q_NORM")
@@ -204,7 +206,10 @@ def launches(call: Callable) -> list[Launch]:
     def record(kernel, *arguments, grid, warmup, **named):
         made.append(Launch(kernel, dict(zip(kernel.arg_names, arguments)) | named))
 
-    with mock.patch.object(triton.JITFunction, "run", record):
+    with (
+        mock.patch.object(triton.JITFunction, "run", record),
+        mock.patch.object(rows, "programs", lambda *_: PROGRAMS),
+    ):
         call()
     return made
 
@@ -313,8 +318,7 @@ def training(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
     for channels in config.channels:
         for name, variant, call in operators(channels, channels == config.channels[0]):
             for launch in launches(call):
-                is_backward = launch.kernel.__name__ in ("backward_kernel", "dots_kernel")
-                suffix = "_backward" if is_backward else ""
+                suffix = "_backward" if launch.kernel.__name__ in BACKWARD else ""
                 yield {"operator": f"{name}{suffix}{variant}", "C": channels}, launch
 
 

@@ -25,12 +25,30 @@ import triton.language as tl
 
 from . import rows
 from .operands import Gradients, Inputs, Outputs, Saved, Settings, Upstream
-from .rows import inverse_root, load, load_vector, store, store_partial
+from .rows import inverse_root, load, load_gain, offsets, store, store_partial
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    """(a, b) + (c, d)."""
+    return a + c, b + d
 
 
 @triton.jit
 def load_stream(
-    X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C: tl.constexpr
+    X,
+    A,
+    W_OUT,
+    H,
+    inv_out,
+    row,
+    valid,
+    first,
+    col,
+    x_stride,
+    a_stride,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Load a tile of x; of h = x + a or x + a inv_out w_out, rounded to the type of H. float32."""
     mask = valid[:, None] & (col < C)[None, :]
@@ -40,7 +58,7 @@ def load_stream(
         if inv_out is not None:
             a = a * inv_out[:, None]
             if W_OUT is not None:
-                a = a * load_vector(W_OUT, col, C)
+                a = a * load_gain(W_OUT, ROWS, col, C)
         h = (h + a).to(H.dtype.element_ty).to(tl.float32)
     return h
 
@@ -95,7 +113,7 @@ def forward_kernel(
         for start in range(0, C, COLUMNS):
             col = start + tl.arange(0, COLUMNS)
             total += load_stream(
-                X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C
+                X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C, ROWS
             )
         mean = tl.sum(total, 1) / C
     if INV is not None:
@@ -103,7 +121,9 @@ def forward_kernel(
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, C, COLUMNS):
             col = start + tl.arange(0, COLUMNS)
-            v = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
+            v = load_stream(
+                X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C, ROWS
+            )
             if MEAN is not None:  # 0 beyond the row, where h - mean is not
                 v = tl.where((col < C)[None, :], v - mean[:, None], 0.0)
             if COUNTED < C:  # partial RMSNorm
@@ -121,7 +141,9 @@ def forward_kernel(
     for start in range(0, C, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         mask = valid[:, None] & (col < C)[None, :]
-        h = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
+        h = load_stream(
+            X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C, ROWS
+        )
         if H is not None and h_is_first:
             store(H, row, first + col, C * GROUPS, h, mask)
         if Y is not None:
@@ -130,12 +152,12 @@ def forward_kernel(
                 v = h - mean[:, None]
             y = v * inv[:, None]
             if W is not None:
-                y = y * load_vector(W + first, col, C)
+                y = y * load_gain(W + first, ROWS, col, C)
             if B is not None:
-                y = y + load_vector(B + first, col, C)
+                y = y + load_gain(B + first, ROWS, col, C)
             if GATE_C is not None:
                 if WT is not None:
-                    h = h * load_vector(WT, col, C)
+                    h = h * load_gain(WT, ROWS, col, C)
                 y = gate * y + rest * h
             store(Y, row, first + col, C * GROUPS, y, mask)
         if H is not None and not h_is_first:
@@ -182,7 +204,7 @@ def dots_kernel(
         u = load(DY, row, first + col, dy_stride, mask)
         v = load(X, row, first + col, x_stride, mask)
         if W is not None:
-            u = u * load_vector(W + first, col, C)
+            u = u * load_gain(W + first, ROWS, col, C)
         if MEAN is not None:
             v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
             total += u
@@ -224,6 +246,7 @@ def backward_kernel(
     COUNTED: tl.constexpr,
     GROUPS: tl.constexpr,
     SHARED: tl.constexpr,
+    AHEAD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -241,7 +264,7 @@ def backward_kernel(
 
     X is the norm's input, rounded: h where the forward kernel added. DH (gradient of the residual
     stream), DS (gradient of INV) and what a norm does not have are None. DOT and SUM are given
-    where a row has several tiles, else None.
+    where a row has several tiles, else None. With AHEAD two rounds of rows are on their way.
     """
     group = tl.program_id(1)
     first = group * C  # the first channel of this group
@@ -249,7 +272,7 @@ def backward_kernel(
     # A gain stays in registers, but where another map of the row, or its length, leaves too few.
     stays: tl.constexpr = DA is None and GATE_C is None and COLUMNS <= 4096
     if W is not None and stays:
-        w = load_vector(W + first, col, C)
+        w = load_gain(W + first, ROWS, col, C)
     if GATE_C is not None:
         gate = tl.load(GATE_C)
         rest = (1.0 - gate) * tl.load(GATE_C + 1)
@@ -259,20 +282,39 @@ def backward_kernel(
     dw_out = tl.zeros((ROWS, COLUMNS), tl.float32)
     dwt = tl.zeros((ROWS, COLUMNS), tl.float32)
     begin = tl.program_id(0) * chunk
-    for start in range(begin, tl.minimum(begin + chunk, n_rows), ROWS):
+    end = tl.minimum(begin + chunk, n_rows)
+    needs_v: tl.constexpr = not SHARED or DW is not None
+    if AHEAD:
+        # The rows of the first round. Each round begins to load those of the next one, in their own
+        # type, before it computes.
+        row = begin + tl.arange(0, ROWS)
+        valid = row < end
+        mask = valid[:, None] & (col < C)[None, :]
+        if needs_v:
+            next_v = tl.load(X + offsets(row, first + col, x_stride), mask=mask, other=0.0)
+        next_u = tl.load(DY + offsets(row, first + col, dy_stride), mask=mask, other=0.0)
+        next_inv = tl.load(INV + row.to(tl.int64) * GROUPS + group, mask=valid, other=0.0)
+    for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
-        valid = row < n_rows
+        valid = row < end
         mask = valid[:, None] & (col < C)[None, :]
         statistic = row.to(tl.int64) * GROUPS + group
-        # The order of loads decides how many registers there are room for: at a shared position the
-        # long loads come first, or some spill with a float32 stream on sm_90.
-        if not SHARED:
+        if AHEAD:
+            u = next_u.to(tl.float32)
+            inv = next_inv
+            after = row + ROWS
+            is_there = after < end
+            more = is_there[:, None] & (col < C)[None, :]
+            if needs_v:
+                v = next_v.to(tl.float32)
+                next_v = tl.load(X + offsets(after, first + col, x_stride), mask=more, other=0.0)
+            next_u = tl.load(DY + offsets(after, first + col, dy_stride), mask=more, other=0.0)
+            next_inv = tl.load(INV + after.to(tl.int64) * GROUPS + group, mask=is_there, other=0.0)
+        else:
             inv = tl.load(INV + statistic, mask=valid, other=0.0)
-        if not SHARED or DW is not None:
-            v = load(X, row, first + col, x_stride, mask)
-        u = load(DY, row, first + col, dy_stride, mask)
-        if SHARED:
-            inv = tl.load(INV + statistic, mask=valid, other=0.0)
+            if needs_v:
+                v = load(X, row, first + col, x_stride, mask)
+            u = load(DY, row, first + col, dy_stride, mask)
         if DB is not None:
             db += u
         if GATE_C is not None:
@@ -280,21 +322,24 @@ def backward_kernel(
             if DWT is not None:
                 dwt += u * v
             if WT is not None:
-                fixed = fixed * load_vector(WT, col, C)
+                fixed = fixed * load_gain(WT, ROWS, col, C)
         if MEAN is not None:
             v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
-        if not SHARED or DW is not None:
+        if needs_v:
             v = v * inv[:, None]  # the normalised input, computed again
         if DW is not None:
             dw += u * v
         if W is not None and stays:
             u = u * w
         if W is not None and not stays:
-            u = u * load_vector(W + first, col, C)
+            u = u * load_gain(W + first, ROWS, col, C)
         if not SHARED:
             # <u, v> of the whole row, (ROWS,)
             if DOT is not None:
                 dot = tl.load(DOT + statistic, mask=valid, other=0.0)
+            elif MEAN is not None:
+                # Both sums in one reduction: half as many waits of the warps for each other.
+                dot, total = tl.reduce((u * v, u), 1, add_pairs)
             else:
                 dot = tl.sum(u * v, 1)
             if DS is not None:
@@ -306,8 +351,6 @@ def backward_kernel(
             if MEAN is not None:
                 if SUM is not None:
                     total = tl.load(SUM + row, mask=valid, other=0.0)
-                else:
-                    total = tl.sum(u, 1)
                 through += (total / C)[:, None]
             u = u - through
         dx = u * inv[:, None]
@@ -325,7 +368,7 @@ def backward_kernel(
             if DW_OUT is not None:
                 dw_out += dx * d
             if W_OUT is not None:
-                dx = dx * load_vector(W_OUT, col, C)
+                dx = dx * load_gain(W_OUT, ROWS, col, C)
             da = dx - d * (tl.sum(dx * d, 1) / C)[:, None]
             store(DA, row, col, C, da * inv_out[:, None], mask)
     if GATE_C is not None:
@@ -363,7 +406,7 @@ def forward(inputs: Inputs, settings: Settings) -> Outputs:
     x = rows.as_rows(x)
     a = rows.as_rows(a)
     widest = rows.WHOLE if inputs.given is None else rows.NARROW
-    work = rows.split(x, channels, rows.FORWARD, widest)
+    work = rows.split(x, channels, rows.FORWARD, widest, reduces=inputs.given is None)
     rows.launch(
         forward_kernel,
         (work.row_tiles, groups),
@@ -418,6 +461,19 @@ def backward(upstream: Upstream, saved: Saved, settings: Settings, gains: bool) 
     if (da is not None or saved.gate_c is not None) and channels > rows.WHOLE // 2:
         each *= 4  # 8 warps: with 16 some registers of two norms spill, and instructions are more
     work = rows.split(x, channels, each, rows.NARROW if is_shared else rows.WHOLE)
+    # Rows ahead take registers. At half of the widest row a program has 16 warps, and two programs
+    # are resident only with 64 registers a thread. With rows ahead LayerNorm, TaperNorm and a
+    # float32 stream need more; without them TaperNorm keeps to 64 by a limit, and nothing spills.
+    # At the widest row no norm has registers left.
+    width = work.meta["COLUMNS"]
+    half = rows.WHOLE // 2
+    is_heavy = saved.mean is not None or saved.gate_c is not None
+    ahead = is_shared or width < half
+    limit = {}
+    if width == half and not is_heavy:
+        ahead = x.element_size() < 4
+    elif width == half and torch.version.hip is None:  # the limit is an option of NVIDIA's alone
+        limit["maxnreg"] = 64
     dot = None
     total = None
     if work.column_tiles > 1 and not is_shared:
@@ -485,6 +541,8 @@ def backward(upstream: Upstream, saved: Saved, settings: Settings, gains: bool) 
         COUNTED=settings.counted or channels,
         GROUPS=groups,
         SHARED=is_shared,
+        AHEAD=ahead,
+        **limit,
     )
     return Gradients(
         x=dx, a=da, w=sums["DW"], b=sums["DB"], w_out=sums["DW_OUT"], w_tilde=sums["DWT"]

@@ -2,8 +2,9 @@
 
 A kernel works on tiles of (ROWS, COLUMNS) elements. A program of a forward kernel takes one row of
 tiles. A program of a backward kernel goes through a chunk of rows, and leaves its part of the
-gradients of gain and bias as one row of float32 partial sums: (programs, C). One more pass sums
-these in a fixed order. There are no atomic additions, so the result has the same bits every time.
+gradients of gain and bias as one row of float32 partial sums: (programs, C). One more launch sums
+all of these in a fixed order. There are no atomic additions, so the result has the same bits every
+time.
 """
 
 import functools
@@ -25,6 +26,8 @@ WHOLE = 8192
 # gain nothing.
 NARROW = 1024
 THREADS = 128  # of a program; more where a row is long
+# The widest row of a forward kernel that one warp reduces by itself, without a barrier.
+WARP_ROW = 1024
 # Elements of a tile for each thread: one or two 128-bit loads of bfloat16. Backward kernels hold
 # more tiles at a time, so theirs are smaller: at C = 768 on sm_90, 8 elements take 32 to 72
 # registers a thread, and 16 took 80 to 127, some of which Triton 3.6 spilled.
@@ -36,6 +39,12 @@ WARPS_PER_SM = 32
 # The fewest rows of a backward program. It leaves one row of float32 partial sums, which is as many
 # bytes as two rows of bfloat16.
 LEAST = 4
+# Of the kernel that sums what these programs leave: the most gradients of gains and biases that one
+# operator has, and its tile. Eight float32 columns are a sector of 32 bytes; narrow tiles are many
+# programs, and 512 rows are more loads at a time than a program of it needs.
+SUMS = 2
+SUM_COLUMNS = 8
+SUM_ROWS = 512
 
 
 class Work(NamedTuple):
@@ -51,18 +60,25 @@ def ceil_div(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def split(x: Tensor, channels: int, each: int, widest: int = WHOLE) -> Work:
+def split(x: Tensor, channels: int, each: int, widest: int = WHOLE, reduces: bool = False) -> Work:
     """Split the work on x (rows, ...) into tiles.
+
+    A tile's shape does not depend on the number of rows, so neither do the bits of a row.
 
     Args:
         x: input.
         channels: elements that the tiles have to cover in each row and group.
         each: elements for each thread, FORWARD or BACKWARD.
         widest: most columns of a tile.
+        reduces: is it a forward kernel with sums over a row?
     """
     width = min(1 << (int(channels) - 1).bit_length(), widest)
     height = max(1, THREADS * each // width)
     warps = min(16, max(1, height * width // (32 * each)))
+    at_once = 32 * 16 // x.dtype.itemsize  # elements that a warp loads in one instruction
+    if reduces and at_once < width <= WARP_ROW:  # a row in one piece already needs no other warp
+        height = 1
+        warps = 1
     return Work(
         row_tiles=ceil_div(x.shape[0], height),
         column_tiles=ceil_div(channels, width),
@@ -179,10 +195,45 @@ def launch_backward(
         **strides,
         **constants,
     )
-    return {
-        name: None if partial is None else partial.sum(0).to(parameters[name].dtype)
-        for name, partial in sums.items()
-    }
+    return sum_partial(sums, parameters)
+
+
+def sum_partial(
+    sums: dict[str, Tensor | None], parameters: dict[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """Sum partial sums (programs, C) over programs, all in one launch, in a fixed order.
+
+    Args:
+        sums: at most SUMS, of one shape; None for those that there are not.
+        parameters: of the same names, whose types the results (C,) get.
+    """
+    found = dict.fromkeys(sums)
+    names = [name for name, partial in sums.items() if partial is not None]
+    if not names:
+        return found
+    like = sums[names[0]]
+    n_programs, channels = like.shape
+    arguments = {}
+    for i in range(SUMS):
+        arguments[f"P{i}"] = None
+        arguments[f"S{i}"] = None
+    for i, name in enumerate(names):
+        found[name] = empty((channels,), parameters[name].dtype, like.device)
+        arguments[f"P{i}"] = sums[name]
+        arguments[f"S{i}"] = found[name]
+    height = min(SUM_ROWS, max(16, 1 << (n_programs - 1).bit_length()))
+    launch(
+        sum_kernel,
+        (ceil_div(channels, SUM_COLUMNS), len(names)),
+        like,
+        **arguments,
+        n_rows=n_programs,
+        width=channels,
+        ROWS=height,
+        COLUMNS=SUM_COLUMNS,
+        num_warps=max(1, height * SUM_COLUMNS // (32 * FORWARD)),
+    )
+    return found
 
 
 # ---------------------------------------------------------------------------------------- tensors
@@ -254,6 +305,17 @@ def store(Y, row, col, stride, value, mask):
 
 
 @triton.jit
+def load_gain(W, ROWS: tl.constexpr, col, size):
+    """Load a gain or bias as (ROWS, COLUMNS) in float32, the same in each row.
+
+    It has the shape of the stream's tiles, and so their layout. A vector, or a single row, would
+    have another one, and Triton would bring it into theirs through shared memory, behind a barrier.
+    """
+    at = tl.zeros((ROWS,), tl.int32)[:, None] + col[None, :]
+    return tl.load(W + at, mask=at < size, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_vector(W, col, size):
     """Load a gain or bias as (1, COLUMNS) in float32."""
     return tl.load(W + col, mask=col < size, other=0.0).to(tl.float32)[None, :]
@@ -270,3 +332,24 @@ def store_partial(P, program, col, size, width, value):
     """Store the sum over rows of a (ROWS, COLUMNS) tile in row `program` of P (programs, width)."""
     if P is not None:
         tl.store(P + program.to(tl.int64) * width + col, tl.sum(value, 0), mask=col < size)
+
+
+@triton.jit
+def sum_rows(P, S, n_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store in COLUMNS elements of S (width,) the sums of those columns of P (n_rows, width)."""
+    col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, n_rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < n_rows)[:, None] & (col < width)[None, :]
+        total += load(P, row, col, width, mask)
+    tl.store(S + col, tl.sum(total, 0).to(S.dtype.element_ty), mask=col < width)
+
+
+@triton.jit
+def sum_kernel(P0, S0, P1, S1, n_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum P0 into S0 and P1, if it is there, into S1: the second axis of the grid says which."""
+    if tl.program_id(1) == 0:
+        sum_rows(P0, S0, n_rows, width, ROWS, COLUMNS)
+    elif P1 is not None:
+        sum_rows(P1, S1, n_rows, width, ROWS, COLUMNS)
