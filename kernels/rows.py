@@ -39,9 +39,9 @@ WARPS_PER_SM = 32
 # The fewest rows of a backward program. It leaves one row of float32 partial sums, which is as many
 # bytes as two rows of bfloat16.
 LEAST = 4
-# Of the kernel that sums what these programs leave: the most gradients of gains and biases that one
-# operator has, and its tile. Eight float32 columns are a sector of 32 bytes; narrow tiles are many
-# programs, and 512 rows are more loads at a time than a program of it needs.
+# Of the kernel that sums what these programs leave: the most gradients of gains and biases that an
+# operator has, and the shape of its tile. Eight float32 columns are a sector of memory, 32 bytes;
+# with so few, 768 channels are 96 programs. 512 rows are four loads of 128 bits for each thread.
 SUMS = 2
 SUM_COLUMNS = 8
 SUM_ROWS = 512
@@ -221,7 +221,6 @@ def sum_partial(
         found[name] = empty((channels,), parameters[name].dtype, like.device)
         arguments[f"P{i}"] = sums[name]
         arguments[f"S{i}"] = found[name]
-    height = min(SUM_ROWS, max(16, 1 << (n_programs - 1).bit_length()))
     launch(
         sum_kernel,
         (ceil_div(channels, SUM_COLUMNS), len(names)),
@@ -229,9 +228,9 @@ def sum_partial(
         **arguments,
         n_rows=n_programs,
         width=channels,
-        ROWS=height,
+        ROWS=SUM_ROWS,
         COLUMNS=SUM_COLUMNS,
-        num_warps=max(1, height * SUM_COLUMNS // (32 * FORWARD)),
+        num_warps=8,
     )
     return found
 

@@ -130,6 +130,7 @@ def poisoned(monkeypatch):
         monkeypatch.setattr(rows, "THREADS", 2048)
         monkeypatch.setattr(rows, "WARP_ROW", 0)
         monkeypatch.setattr(rows, "SUM_COLUMNS", 1024)
+        monkeypatch.setattr(rows, "SUM_ROWS", 16)
     yield
     check_guards()
 
