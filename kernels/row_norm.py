@@ -294,6 +294,8 @@ def backward_kernel(
             next_v = tl.load(X + offsets(row, first + col, x_stride), mask=mask, other=0.0)
         next_u = tl.load(DY + offsets(row, first + col, dy_stride), mask=mask, other=0.0)
         next_inv = tl.load(INV + row.to(tl.int64) * GROUPS + group, mask=valid, other=0.0)
+        if MEAN is not None:
+            next_mean = tl.load(MEAN + row, mask=valid, other=0.0)
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
         valid = row < end
@@ -310,11 +312,16 @@ def backward_kernel(
                 next_v = tl.load(X + offsets(after, first + col, x_stride), mask=more, other=0.0)
             next_u = tl.load(DY + offsets(after, first + col, dy_stride), mask=more, other=0.0)
             next_inv = tl.load(INV + after.to(tl.int64) * GROUPS + group, mask=is_there, other=0.0)
+            if MEAN is not None:
+                mean = next_mean
+                next_mean = tl.load(MEAN + after, mask=is_there, other=0.0)
         else:
             inv = tl.load(INV + statistic, mask=valid, other=0.0)
             if needs_v:
                 v = load(X, row, first + col, x_stride, mask)
             u = load(DY, row, first + col, dy_stride, mask)
+            if MEAN is not None:
+                mean = tl.load(MEAN + row, mask=valid, other=0.0)
         if DB is not None:
             db += u
         if GATE_C is not None:
@@ -324,7 +331,7 @@ def backward_kernel(
             if WT is not None:
                 fixed = fixed * load_gain(WT, ROWS, col, C)
         if MEAN is not None:
-            v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
+            v = v - mean[:, None]
         if needs_v:
             v = v * inv[:, None]  # the normalised input, computed again
         if DW is not None:
