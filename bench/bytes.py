@@ -179,8 +179,7 @@ def _bytes_of_elements(source: str) -> list[int]:
                 f"{function.name} neither loads nor stores {name} plainly: "
                 "its bytes cannot be counted"
             )
-        # Partial sums over tokens: inductor's code calls a torch sum behind the launch, which reads
-        # them again. (Those of kernels/ are summed by rows.sum_kernel: no kernel of inductor's.)
+        # partial sums over tokens: a torch sum after the launch reads them again
         times = len(crossings[name]) + (name == "ws_ptr")
         found.append(SIZES[signature[name].removeprefix("*")] * times if is_tensor else 0)
     return found
