@@ -13,7 +13,6 @@ are bool, int, float, str, `T | None` (None is written `auto`) and `tuple[T, ...
 """
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import math
@@ -81,7 +80,8 @@ def check_range(field: dataclasses.Field, value: Any) -> None:
     """Raise ConfigError for a number, or one of several, beyond the bounds of its key."""
     least = field.metadata.get("least")
     most = field.metadata.get("most")
-    for number in value if isinstance(value, tuple) else (value,):
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in numbers:
         if number is None or (number == 0 and field.metadata.get("zero")):
             continue
         # nan is not >= anything
@@ -183,7 +183,8 @@ def _type_name(annotation: Any) -> str:
 def _coerce(value: Any, annotation: Any) -> Any:
     """Return `value` as the type `annotation`, or raise ValueError.
 
-    Nothing is narrowed silently: 1.5 is no int, 1 is no bool, nan is no number.
+    Nothing is narrowed silently: 1.5 is no int, 1 is no bool, nan is no number. Integers have 64
+    bits, as those of PyTorch.
     """
     if _is_union(annotation):
         # First, because `str | None` would take the word auto as a string.
@@ -202,9 +203,18 @@ def _coerce(value: Any, annotation: Any) -> Any:
         return tuple(_coerce(element, typing.get_args(annotation)[0]) for element in elements)
     elif annotation is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
-    elif annotation in (bool, int, str) and type(value) is annotation:
+    elif annotation in (bool, int, str) and type(value) is annotation and not _is_long(value):
         return value
     raise ValueError
+
+
+def _shown(value: Any) -> str:
+    """Return a value as messages show it. Python writes no integers of more than 4,300 digits."""
+    return "an integer of more than 64 bits" if _is_long(value) else repr(value)
+
+
+def _is_long(value: Any) -> bool:
+    return type(value) is int and value.bit_length() >= 64
 
 
 def _from_text(text: str, annotation: Any) -> Any:
@@ -248,7 +258,11 @@ class Overrides:
         self.values: dict[str, Any] = {}
 
     def set(self, name: str, value: Any, origin: str, is_text: bool = False) -> None:
-        """Set one key.
+        """Set one key. Arguments and errors are those of `checked`."""
+        self.values[name] = self.checked(name, value, origin, is_text)
+
+    def checked(self, name: str, value: Any, origin: str, is_text: bool = False) -> Any:
+        """Return the value that a key gets.
 
         Args:
             name: the key.
@@ -274,12 +288,12 @@ class Overrides:
             value = _coerce(value, annotation)
         except (ValueError, OverflowError):
             expected = _type_name(annotation)
-            raise ConfigError(f"{origin}: {name} must be {expected}, got {given!r}") from None
+            raise ConfigError(f"{origin}: {name} must be {expected}, got {_shown(given)}") from None
         choices = self.fields[name].metadata.get("choices", ())
         if choices and isinstance(value, str) and value not in choices:
             raise ConfigError(f"{origin}: {name} is one of {', '.join(choices)}; got {value!r}")
         check_range(self.fields[name], value)
-        self.values[name] = value
+        return value
 
     def set_all(self, settings: list[Setting], has_model: bool) -> str:
         """Set keys one after the other, nanoGPT's as well, and say what those are here.
@@ -293,27 +307,34 @@ class Overrides:
         Raises:
             ConfigError: names everything that is wrong.
         """
-        latest = {setting.name: setting for setting in settings}
-        settings = [one for one in settings if one.name in self.fields or latest[one.name] is one]
-        # What a key of nanoGPT means can depend on others, before it or after it.
-        for setting in settings:
-            with contextlib.suppress(ConfigError):
-                self.set(*setting)
-        known = {name: field.default for name, field in self.fields.items()} | self.values
-        model = ""
-        said = []
         problems = []
         for setting in settings:
-            try:
-                ours = self._of_nanogpt(setting, known, has_model)
-                if ours is None:
+            if setting.name in self.fields:
+                try:
                     self.set(*setting)
+                except ConfigError as error:
+                    problems.append(str(error))
+        # What a key of nanoGPT means can depend on ours, before it or after it.
+        known = {name: field.default for name, field in self.fields.items()} | self.values
+        last = {setting.name: place for place, setting in enumerate(settings)}
+        model = ""
+        said = []
+        for place, setting in enumerate(settings):
+            if place < last[setting.name]:
+                continue
+            try:
+                meant = self._of_nanogpt(setting, known, has_model)
+                if meant is None:
+                    if setting.name not in self.fields:
+                        self.set(*setting)  # raises: nobody knows the key
                     continue
-                meant = ", ".join(f"{name}={value}" for name, value in ours.items())
-                said.append(f"{setting.name} is {meant or 'not needed'}")
-                model = ours.pop(nanogpt.MODEL, model)
-                for name, value in ours.items():
-                    self.set(name, value, setting.origin)
+                ours = ", ".join(f"{name}={value}" for name, value in meant.items())
+                said.append(f"{setting.name} is {ours or 'not needed'}")
+                model = meant.pop(nanogpt.MODEL, model)
+                for name, value in meant.items():
+                    value = self.checked(name, value, setting.origin)
+                    if last.get(name, -1) <= place:  # else ours is given later, and wins
+                        self.values[name] = value
             except ConfigError as error:
                 problems.append(str(error))
         if problems:

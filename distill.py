@@ -402,7 +402,9 @@ def set_up(config: DistillConfig, run: RunFolder) -> Loop:
     precision = Precision(config.dtype, ranks.device)
     check_replaceable(run.path / "config.json", RUN_CONFIG)
     name_of_teacher, teacher = load_teacher(config, ranks, precision)
-    text = Text(config, teacher, ranks, found and found.state.get("commit"))
+    # A run that goes on keeps to the commit of the data set that it began with.
+    commit = None if found is None else found.state.get("commit")
+    text = Text(config, teacher, ranks, commit)
     # Before the plan is chosen, which takes long: another teacher or text is refused.
     remedy = "give teacher, local, val and dataset what they were, or choose another out_dir"
     run.compare(config, f"{name_of_teacher} {text.fingerprint()}", remedy)

@@ -13,7 +13,9 @@ from torch import Tensor
 from common.errors import CheckpointError, ConfigError
 from common.hub import MOST_JSON, model_folder, read_config
 from common.inputs import read_regular
+from common.nanogpt import FILE as NANOGPT
 from common.output import check_apart, parse_json
+from common.past import PLACE
 from configurator import Overrides
 from hf.config import gpt_config, random_model, shape_config
 from hf.weights import load_hf
@@ -27,13 +29,12 @@ from training.checkpoint import (
     FREE_KEYS,
     LAST,
     check_same_model,
+    config_today,
     load_weights,
     model_config,
     read_checkpoint,
     saved_model,
 )
-from training.nanogpt import FILE as NANOGPT
-from training.old_names import PLACE
 from training.same_norms import is_same_function
 
 # Keys that change what the same tensors compute.
@@ -122,7 +123,8 @@ def take_shape(given: Overrides) -> None:
     begun = out_dir / "config.json"
     if begun.exists():
         try:
-            source = model_config(dict(parse_json(read_regular(begun, MOST_JSON))), begun)
+            saved = dict(parse_json(read_regular(begun, MOST_JSON)))
+            source = model_config(config_today(saved, begun), begun)
         except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"out_dir: {begun} is damaged ({error}): remove it, or choose another out_dir"
@@ -184,8 +186,9 @@ def init_from(model: GPT, spec: str, meta: dict) -> str:
                 f": `python convert.py {spec} --to=rms --out=FOLDER` keeps it exactly, for "
                 "--init_from=FOLDER"
             )
-    if source.meta.get("chars") not in (None, meta.get("chars")):
-        note += "; warning: its alphabet is not that of the data, so tokens change their meaning"
+    for name, what in (("chars", "alphabet"), ("checksum", "tokenizer")):
+        if source.meta.get(name) not in (None, meta.get(name)):
+            note += f"; warning: its {what} is not that of the data, so tokens change their meaning"
     if new or dropped:
         note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"
     return note
@@ -236,10 +239,13 @@ def _other_sums(source: GPT, model: GPT, weights: dict[str, Tensor]) -> list[str
     return [name for name in weights if name.startswith(tuple(other))]
 
 
+def _has_learned_scale(model: GPT) -> bool:
+    return model.norm_e is not None and isinstance(model.norm_e.norm, LearnedScale)
+
+
 def _check_learned_scale(source: GPT, model: GPT, spec: str) -> None:
     """Raise CheckpointError if only one of the two scales its embeddings by a learned number."""
-    own = isinstance(model.norm_e and model.norm_e.norm, LearnedScale)
-    theirs = isinstance(source.norm_e and source.norm_e.norm, LearnedScale)
+    own, theirs = _has_learned_scale(model), _has_learned_scale(source)
     if own != theirs:
         one, other = ("this run", spec) if own else (spec, "this run")
         raise CheckpointError(

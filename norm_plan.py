@@ -28,8 +28,7 @@ Each position has one letter. Sections at the end that are all I are left out.
 So CoupledNorm is not a special block: it is a plan in which some positions share. Numbers, such as
 a residual weight, and norms within attention are keys: `NormPlan.notes` prints them beside it.
 
-To add a norm type: its class goes into norms.py, its letter into NORMS at the end of this file, its
-row into NORM_TYPES (norm_types.py). See DynamicTanh, D and dyt for an example.
+To add a norm type: docs/norms.md says how.
 """
 
 import difflib
@@ -301,11 +300,11 @@ class NormPlan:
         self.type = config.type
         # The plan that is given, else that of the norm type
         text = config.norm_plan or self.type.default_plan(config, n_layer)
-        inputs, outputs, embedding = [*text.replace(" ", "").split("|", 2), "", ""][:3]
-        # 2L + 1 letters, 2L letters, one letter
-        self.letters = inputs
-        self.outputs = outputs or NONE * 2 * n_layer
-        self.embedding = embedding or NONE
+        inputs, _, rest = text.replace(" ", "").partition("|")
+        outputs, _, embedding = rest.partition("|")
+        self.letters = inputs  # 2L + 1 letters
+        self.outputs = outputs or NONE * 2 * n_layer  # 2L letters
+        self.embedding = embedding or NONE  # one letter
         self._check()
 
     def _check(self) -> None:
@@ -464,39 +463,47 @@ class NormPlan:
         """
         config = self.config
         recipe = config.recipe
-        base = "LayerNorm" if config.post_base == "layer" else "RMSNorm"
-        places = [index for index, letter in enumerate(self.letters) if letter in REPLACING]
-        weights = dict.fromkeys(self.residual_weight(index) for index in places)
-        is_pre = "mixln_share" in self.type.keys and not places
-        has_alpha = at_start and not set("DEHh").isdisjoint(self.letters)
-        alphas = [self.point_alpha(i) for i in (0, 1, 2 * self.n_layer)]
-        normed = "queries, keys and values" if config.has_v_norm else "queries and keys"
-        gains = "" if config.has_gain else ", no gain"
-        factors = recipe.init_factors(self.n_layer) if at_start else {}
-        said = [
-            (places, f"{base} at P and B, residual weights {_listed(weights)}"),
-            (is_pre, "no block is Post-LN: give a larger mixln_share or more blocks"),
-            (has_alpha, f"alpha {_listed(alphas)} in attention, MLP and final norm"),
-            (config.qk_kind != "none", f"norms of {normed} ({config.qk_kind}{gains})"),
-            ("G" in self.letters, f"gates of rank 16 (start: {config.gate_start})"),
-            (self.type.scales_by_depth, "gains of block l divided by sqrt(l)"),
-            (config.norm_gain != "plain", f"gains {config.norm_gain}"),
-            (
-                at_start and config.initial_gain != 1,
-                f"initial gains {config.initial_gain}{gains and ' (unused)'}",
-            ),
-            (at_start and config.paired_gains, f"gains in pairs, -+ {config.paired_gains:g}"),
-            (recipe.has_bias and not self.bias, "biases in norms"),
-            (set(self.outputs) != {NONE}, f"eps {config.output_eps:g} in output norms"),
-            (config.decays_gains, "weight decay on gains"),
-            (config.taper_final and not config.taper_anchor, "logits may grow: no taper_anchor"),
-            (recipe.learned_scale, f"embeddings times a learned {math.sqrt(self.channels):.4g}"),
-            *(
-                (not math.isclose(factor, 1), f"initial {part} {factor:.4g} times the common")
-                for part, factor in factors.items()
-            ),
-        ]
-        return [phrase for is_so, phrase in said if is_so]
+        said = []
+        replacing = [index for index, letter in enumerate(self.letters) if letter in REPLACING]
+        if replacing:
+            base = "LayerNorm" if config.post_base == "layer" else "RMSNorm"
+            weights = dict.fromkeys(self.residual_weight(index) for index in replacing)
+            said.append(f"{base} at P and B, residual weights {_listed(weights)}")
+        elif "mixln_share" in self.type.keys:
+            said.append("no block is Post-LN: give a larger mixln_share or more blocks")
+        if at_start and not set("DEHh").isdisjoint(self.letters):
+            alphas = [self.point_alpha(index) for index in (0, 1, 2 * self.n_layer)]
+            said.append(f"alpha {_listed(alphas)} in attention, MLP and final norm")
+        if config.qk_kind != "none":
+            normed = "queries, keys and values" if config.has_v_norm else "queries and keys"
+            gains = "" if config.has_gain else ", no gain"
+            said.append(f"norms of {normed} ({config.qk_kind}{gains})")
+        if "G" in self.letters:
+            said.append(f"gates of rank 16 (start: {config.gate_start})")
+        if self.type.scales_by_depth:
+            said.append("gains of block l divided by sqrt(l)")
+        if config.norm_gain != "plain":
+            said.append(f"gains {config.norm_gain}")
+        if at_start and config.initial_gain != 1:
+            unused = "" if config.has_gain else " (unused)"
+            said.append(f"initial gains {config.initial_gain}{unused}")
+        if at_start and config.paired_gains:
+            said.append(f"gains in pairs, -+ {config.paired_gains:g}")
+        if recipe.has_bias and not self.bias:
+            said.append("biases in norms")
+        if set(self.outputs) != {NONE}:
+            said.append(f"eps {config.output_eps:g} in output norms")
+        if config.decays_gains:
+            said.append("weight decay on gains")
+        if config.taper_final and not config.taper_anchor:
+            said.append("logits may grow: no taper_anchor")
+        if recipe.learned_scale:
+            said.append(f"embeddings times a learned {math.sqrt(self.channels):.4g}")
+        if at_start:
+            for part, factor in recipe.init_factors(self.n_layer).items():
+                if not math.isclose(factor, 1):
+                    said.append(f"initial {part} {factor:.4g} times the common")
+        return said
 
 
 def _listed(numbers: Iterable[float]) -> str:

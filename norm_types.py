@@ -1,7 +1,6 @@
 """The norm types: one row each, with its default plan, its letters, its keys and its recipe.
 
-To add a norm type: its class goes into norms.py, its letter into NORMS (norm_plan.py), its row into
-NORM_TYPES, at the end of this file. See DynamicTanh, D and dyt for an example.
+To add a norm type: docs/norms.md says how.
 """
 
 import math

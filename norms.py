@@ -519,7 +519,9 @@ class Place(nn.Module):
         y, h, inv_rms = self._add_and_normalize(x, delta, inv_rms)
         if not self.replaces:
             return y, h, inv_rms
-        z, inv_rms = (y, None) if self.reader is None else self.reader(y)
+        if self.reader is None:
+            return y, y, None
+        z, inv_rms = self.reader(y)
         return z, y, inv_rms
 
     def _add_and_normalize(
@@ -570,11 +572,13 @@ class Place(nn.Module):
         """Call the kernel that adds and normalises, where _is_fused."""
         norm, output = self.norm, self.output
         if self._leaves_output():  # both statistics and the sum
-            gains = output.gain, norm.gain
-            return norm_add_norm(x, delta, *gains, output.eps, norm.eps, norm.kernels)
+            return norm_add_norm(
+                x, delta, output.gain, norm.gain, output.eps, norm.eps, norm.kernels
+            )
         if type(norm) is RMSNorm:
-            means = norm.groups, norm.counted
-            return add_rms_norm(x, delta, norm.gain, norm.eps, norm.bias, *means, norm.kernels)
+            return add_rms_norm(
+                x, delta, norm.gain, norm.eps, norm.bias, norm.groups, norm.counted, norm.kernels
+            )
         y, h = add_shared_rms_scale(x, delta, norm.scale(inv_rms), norm.gain, norm.kernels)
         return y, h, inv_rms
 

@@ -31,9 +31,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import gmean
 
-from common.errors import ConfigError, UserError, run_program
+from common.errors import ConfigError, UserError, printable, run_program
 from common.norm_file import NormFile, split_norm_file
-from common.output import check_replaceable, markdown, write_bytes_atomically, writing
+from common.output import (
+    check_replaceable,
+    code,
+    markdown,
+    prose,
+    write_bytes_atomically,
+    writing,
+)
 from common.plotting import check_picture
 from configurator import key, parse_args
 from evidence import page, published
@@ -73,16 +80,13 @@ Holm interval belongs to the step at which Holm tested that arm; beside it stand
 interval. Arms are corrected for, metrics are not: val_loss_full is the one to decide by, the loss
 over every token of the val split, and val_loss where runs do not have it. Both are conditional on
 their text: intervals cover other seeds, not other texts; the range "without one document" says what
-a single one of its documents does. The sign-flip permutation test and the BCa bootstrap stand
-beside and decide nothing. HellaSwag differences are paired item by item within each seed, and their
-t error counts both seeds and items as samples; sign-flip and bootstrap count seeds alone there.
-Detectable: the smallest true difference that these seeds find with 80 % power, corrected for the
-number of arms; power within: the power to show "within the margin" at a true difference of zero
-with the observed SD; needed: seeds that show a difference, or that it lies within the margin, if
-the true difference is the observed one (80 % power): a new set of them, because adding seeds until
-a verdict appears gives false ones; not known from fewer than four pairs. tok_per_s is compared as a
-ratio. val_loss_equal_time is the loss that an arm would have after its baseline's time instead of
-its tokens."""
+a single one of its documents does. HellaSwag differences are paired item by item within each seed,
+and their t error counts both seeds and items as samples. Detectable: the smallest true difference
+that these seeds find with 80 % power, corrected for the number of arms; power within: the power to
+show "within the margin" at a true difference of zero with the observed SD; needed: seeds that show
+a difference, or that it lies within the margin, if the true difference is the observed one (80 %
+power): a new set of them, because adding seeds until a verdict appears gives false ones; not known
+from fewer than four pairs. tok_per_s is compared as a ratio."""
 
 ALONE = """\
 Nothing is compared, for no arm has two pairs. A pair differs in the norm alone: same seed, same
@@ -121,8 +125,9 @@ class Rates(NamedTuple):
 
 def number(value: float | None, digits: int = 4) -> str:
     """Format a number for a table; "n/a" where it is missing or not finite."""
-    is_known = value is not None and np.isfinite(value)
-    return f"{value:.{digits}f}" if is_known else "n/a"
+    if value is None or not np.isfinite(value):
+        return "n/a"
+    return f"{value:.{digits}f}"
 
 
 def runs_of(arms: Arms) -> list[Run]:
@@ -132,22 +137,25 @@ def runs_of(arms: Arms) -> list[Run]:
 
 def tost_cell(row: Comparison) -> str:
     """Format p of the equivalence test, with its margin and where the margin comes from."""
-    margin = f"{row.show(row.delta, sign=False)}, {row.delta_kind}"
-    return f"{row.verdict.p_tost:.3g} ({margin})" if row.delta else "no margin"
+    if not row.delta:
+        return "no margin"
+    return f"{row.verdict.p_tost:.3g} ({row.show(row.delta, sign=False)}, {row.delta_kind})"
 
 
 def verdict_cells(row: Comparison) -> dict[str, Any]:
     """Return a line of the table of verdicts: heading -> cell."""
-    range_of_text = row.text and row.show_interval((row.text.low, row.text.high))
+    range_of_text = ""
+    if row.text is not None:
+        range_of_text = row.show_interval((row.text.low, row.text.high))
     return {
         "metric": row.metric.name,
-        "arm": f"`{row.name}`",
+        "arm": code(row.name),
         "verdict": f"**{row.word}**",
         "seeds": len(row.seeds),
         "difference": row.show(row.estimate.mean),
         "Holm interval": row.show_interval(row.verdict.interval),
         "in tokens": row.show_tokens(),
-        "without one document": range_of_text or "",
+        "without one document": range_of_text,
     }
 
 
@@ -155,15 +163,13 @@ def test_cells(row: Comparison) -> dict[str, Any]:
     """Return a line of the table of tests below it."""
     return {
         "metric": row.metric.name,
-        "arm": f"`{row.name}`",
+        "arm": code(row.name),
         "SD": row.show(row.sd, sign=False),
         "95 % interval": row.show_interval(row.estimate.interval()),
         "p": f"{row.verdict.p:.3g}",
         "p Holm": f"{row.verdict.p_holm:.3g}",
         "p TOST (margin)": tost_cell(row),
         "p beyond": f"{row.verdict.p_beyond:.3g}" if row.delta else "",
-        "p sign-flip": f"{row.sign_flip:.3g}",
-        "BCa 95 %": row.show_interval(row.bootstrap),
         "detectable": row.show(row.detectable, sign=False),
         "power within": number(row.power_within, 2) if row.delta else "",
         "needed": row.needed or "n/a",
@@ -172,6 +178,10 @@ def test_cells(row: Comparison) -> dict[str, Any]:
 
 def csv_cells(row: Comparison) -> dict[str, Any]:
     """Return a line of report.csv. Numbers are not rounded; relative metrics are log ratios."""
+    low_document = high_document = None
+    if row.text is not None:
+        low_document, high_document = row.text.low, row.text.high
+    low, high = row.estimate.interval()
     return {
         "metric": row.metric.name,
         "arm": row.arm,
@@ -180,8 +190,8 @@ def csv_cells(row: Comparison) -> dict[str, Any]:
         "mean_difference": row.estimate.mean,
         "sd_difference": row.sd,
         "standard_error": row.estimate.se,
-        "low": row.estimate.interval()[0],
-        "high": row.estimate.interval()[1],
+        "low": low,
+        "high": high,
         "low_holm": row.verdict.interval[0],
         "high_holm": row.verdict.interval[1],
         "p_t": row.verdict.p,
@@ -190,16 +200,13 @@ def csv_cells(row: Comparison) -> dict[str, Any]:
         "p_beyond": row.verdict.p_beyond,
         "delta": row.delta,
         "delta_kind": row.delta_kind,
-        "p_sign_flip": row.sign_flip,
-        "low_bca": row.bootstrap[0],
-        "high_bca": row.bootstrap[1],
         "detectable": row.detectable,
         "power_within": row.power_within,
         "seeds_needed": row.needed,
         "is_log_ratio": row.metric.relative,
         "token_share": row.tokens(row.estimate.mean),
-        "low_document": row.text and row.text.low,
-        "high_document": row.text and row.text.high,
+        "low_document": low_document,
+        "high_document": high_document,
         "direction": row.verdict.direction,
         "margin_verdict": row.verdict.margin,
         "verdict": row.word,
@@ -237,7 +244,7 @@ def stability_rows(arms: Arms) -> list[list[Any]]:
             outcomes(runs, name) for name in ("clipped", "spikes", "attention_logit")
         )
         cells = [
-            f"`{short_name(arm)}`",
+            code(short_name(arm)),
             len(runs),
             sum(run.diverged for run in runs.values()),
             f"{100 * np.mean(clipped):.0f} %" if clipped else "n/a",
@@ -272,7 +279,7 @@ def seed_table(arms: Arms, metric: str) -> str:
         values = [runs[seed].metrics.get(metric) if seed in runs else None for seed in seeds]
         values += mean_and_sd(METRICS[metric], runs)
         columns.append([number(value, digits) for value in values])
-    return markdown(["seed", *(f"`{arm}`" for arm in arms)], zip(*columns, strict=True))
+    return markdown(["seed", *map(code, arms)], zip(*columns, strict=True))
 
 
 def deciding(runs: list[Run]) -> str:
@@ -303,13 +310,10 @@ def rates_table(arms: Arms) -> tuple[list[str], list[list[str]]] | None:
     metric = rates_metric(arms)
     columns = sorted({rates for at in found.values() for rates in at})
     most = max(len(runs) for at in found.values() for runs in at.values())
-    rows = [
-        [
-            f"`{short_name(name)}`",
-            *(loss_cell(found[arm].get(at, []), metric, most) for at in columns),
-        ]
-        for arm, name in told_apart([*found]).items()
-    ]
+    rows = []
+    for arm, name in told_apart([*found]).items():
+        cells = [loss_cell(found[arm].get(at, []), metric, most) for at in columns]
+        rows.append([code(short_name(name)), *cells])
     return ["arm", *rate_labels(columns)], rows
 
 
@@ -320,15 +324,12 @@ def rates_metric(arms: Arms) -> str:
 
 def rate_labels(columns: list[Rates]) -> list[str]:
     """Return the learning rates, each with what else differs between the columns."""
-    varied = [
-        name
-        for name, values in zip(RATES[1:], list(zip(*columns, strict=True))[1:], strict=True)
-        if len({*values}) > 1
-    ]
-    return [
-        " ".join([str(at.learning_rate), *(f"{name}={getattr(at, name)}" for name in varied)])
-        for at in columns
-    ]
+    varied = [name for name in RATES[1:] if len({getattr(at, name) for at in columns}) > 1]
+    labels = []
+    for at in columns:
+        others = [f"{name}={getattr(at, name)}" for name in varied]
+        labels.append(" ".join([str(at.learning_rate), *others]))
+    return labels
 
 
 def loss_cell(runs: list[Run], metric: str, most: int) -> str:
@@ -351,14 +352,14 @@ def exchange_text(arms: Arms, baseline: str) -> str:
     rate = mean_exchange_rate(list(arms[baseline].values()))
     if rate is None:
         return (
-            f"What a difference is worth in tokens is not known: the runs of `{baseline}` need "
+            f"What a difference is worth in tokens is not known: the runs of {code(baseline)} need "
             "three evaluations or more in their later half, and a loss that still falls."
         )
     return (
         "In tokens: how many more (+) or fewer (-) tokens the baseline would need for the arm's "
-        f"loss. Exchange rate, from the later half of the `{baseline}` curves: 1 % more tokens buy "
-        f"{rate * np.log(1.01):.5f} nats per token. The learning rate's decay is in it, so it is "
-        "an upper estimate, and what a difference is worth in tokens a lower one."
+        f"loss. Exchange rate, from the later half of the {code(baseline)} curves: 1 % more tokens "
+        f"buy {rate * np.log(1.01):.5f} nats per token. The learning rate's decay is in it, so it "
+        "is an upper estimate, and what a difference is worth in tokens a lower one."
     )
 
 
@@ -370,7 +371,7 @@ def names_text(arms: Arms) -> str:
         if len({run.config[setting] for run in firsts.values()}) > 1:  # of a declared study
             for name, run in firsts.items():
                 words[name] += f" --{setting}={run.config[setting]:g}"
-    table = [(f"`{name}`", f"`{arm}`") for name, arm in words.items() if name != arm]
+    table = [(code(name), code(arm)) for name, arm in words.items() if name != arm]
     return markdown(["short name", "arm"], table) if table else ""
 
 
@@ -482,23 +483,26 @@ def make_report(arms: Arms, baseline: str, delta: float) -> Report:
 
 def finished(arms: Arms) -> Arms:
     """Return the runs without a problem, and the arms that have any."""
-    good = {
-        arm: {seed: run for seed, run in runs.items() if not run.problem()}
-        for arm, runs in arms.items()
-    }
-    return {arm: runs for arm, runs in good.items() if runs}
+    good: Arms = {}
+    for arm, runs in arms.items():
+        for seed, run in runs.items():
+            if not run.problem():
+                good.setdefault(arm, {})[seed] = run
+    return good
 
 
 def without_comparison(arms: Arms, baseline: str, called: list[str]) -> Report:
     """Report on runs of which the baseline has several learning rates, `called`."""
     alike = like_baseline(arms, called[0], RATES)
-    left_out = [
-        f"{arm}, seed {seed}: {run.problem() or 'other settings'}"
-        for arm, runs in arms.items()
-        for seed, run in runs.items()
-        if run.problem() or seed not in alike[arm]
-    ]
-    names = ", ".join(f"`{arm}`" for arm in called)
+    left_out = []
+    for arm, runs in arms.items():
+        for seed, run in runs.items():
+            why = run.problem()
+            if not why and seed not in alike[arm]:
+                why = "other settings"
+            if why:
+                left_out.append(f"{arm}, seed {seed}: {why}")
+    names = ", ".join(map(code, called))
     return Report(
         baseline=baseline,
         compared=finished(alike),
@@ -506,7 +510,7 @@ def without_comparison(arms: Arms, baseline: str, called: list[str]) -> Report:
         rows=[],
         unjudged=[],
         left_out=left_out,
-        alone=RATES_ALONE.format(arm=f"`{baseline}`", names=names),
+        alone=RATES_ALONE.format(arm=code(baseline), names=names),
         at_rates=alike,
     )
 
@@ -515,7 +519,8 @@ def report_text(report: Report) -> str:
     """Return the whole of report.md."""
     arms = {short_name(arm): runs for arm, runs in report.compared.items()}
     baseline = short_name(report.baseline)
-    parts = [f"# Norm types against `{baseline}`", header_text(arms), names_text(report.stable)]
+    title = f"# Norm types against {code(baseline)}"
+    parts = [title, prose(header_text(arms)), names_text(report.stable)]
     parts.append("## Verdicts")
     parts += verdict_sentences(report.judged, report.unjudged)
     parts.append(report.alone)
@@ -532,7 +537,7 @@ def report_text(report: Report) -> str:
         if any(name in run.metrics for run in runs_of(arms)):
             parts += [f"### {name} ({metric.unit})", seed_table(arms, name)]
     if report.left_out:
-        parts += ["## Left out", "\n".join(f"- {line}" for line in report.left_out)]
+        parts += ["## Left out", "\n".join(f"- {prose(line)}" for line in report.left_out)]
     if report.others:
         parts.append("## Appendix: not judged")
         parts += verdict_sentences(report.others)
@@ -553,7 +558,7 @@ def verdict_sentences(rows: list[Comparison], unjudged: Iterable[str] = ()) -> l
     texts = []
     for name, its in by_metric(rows):
         texts.append("\n".join([f"{name}:", "", *(f"- {row.sentence()}" for row in its)]))
-    return [*texts, "\n".join(f"- {line}" for line in unjudged)]
+    return [*texts, "\n".join(f"- {prose(line)}" for line in unjudged)]
 
 
 def csv_text(header: Iterable[str], lines: list[dict[str, Any]]) -> str:
@@ -712,7 +717,7 @@ def said(report: Report) -> str:
     if report.others:
         names = ", ".join(name for name, _ in by_metric(report.others))
         parts.append(f"Not judged (appendix of report.md): {names}")
-    parts += [f"Left out: {line}" for line in report.left_out]
+    parts += [f"Left out: {printable(line)}" for line in report.left_out]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -37,7 +37,6 @@ from common.errors import ConfigError, UserError, cannot_write, run_program
 from common.norm_file import COPY as NORM_FILE_COPY
 from common.output import check_replaceable, write_bytes_atomically
 from configurator import parse_args
-from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from, take_shape
 from model import GPT, check_memory
@@ -45,9 +44,9 @@ from norm_files import take_norm_file
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, tapers
 from training.checkpoint import BEST, LAST, restore
-from training.choices import native_bfloat16, resolve, with_vocabulary
+from training.choices import native_bfloat16, resolve
 from training.config import TrainConfig
-from training.dataloader import Blocks, TrainLoader
+from training.dataloader import TrainLoader, open_data
 from training.evaluation import Evaluator
 from training.loop import Loop, Objective
 from training.optim import carry_state, optimizer_of
@@ -208,13 +207,7 @@ class NextToken(Objective):
 
 def train(config: TrainConfig, ranks: Ranks) -> None:
     """Train, or go on with, the run that `config` describes."""
-    found_meta = read_meta(config.data_dir)
-    config, meta = with_vocabulary(config, found_meta)
-    # The embedding may have more rows than there are tokens. An id beyond n_vocab is an error.
-    n_vocab = meta.get("vocab_size") or config.n_vocab or config.vocab_size
-    blocks, val = (
-        Blocks(config.data_dir, split, config.block_size, n_vocab) for split in ("train", "val")
-    )
+    config, data = open_data(config)
     # To save an FSDP run, rank 0 gathers weights and both moments, 4 bytes each.
     ranks.together(lambda: check_memory(config, 12 if config.parallel == "fsdp" else 4))
     with RunFolder(config, ranks) as run:
@@ -223,13 +216,10 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
         if run.end_of(config.max_iters) is not None:
             run.repeat(config)
             return
-        if meta != found_meta:
-            run.notes.append(
-                f"{config.data_dir} has no meta.json and no meta.pkl: its tokens are taken for "
-                "GPT-2's"
-            )
+        if data.note:
+            run.notes.append(data.note)
         precision = Precision(config.dtype, ranks.device)
-        evaluator = Evaluator(config, val, meta, ranks, precision.autocast)
+        evaluator = Evaluator(config, data.val, data.meta, ranks, precision.autocast)
         if evaluator.no_tokenizer:
             missing = "bits per byte" if evaluator.tokenizer else "text sample and no bits per byte"
             run.notes.append(f"no {missing}: {evaluator.no_tokenizer}")
@@ -238,10 +228,10 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
             f"give data_dir={config.data_dir} the data that it had, or choose another out_dir and "
             "--init_from=CHECKPOINT, which trains its weights on any data"
         )
-        run.compare(config, f"{blocks.fingerprint()} {val.fingerprint()}", remedy)
-        model = build_model(config, meta, precision, ranks, run, is_new=found is None)
+        run.compare(config, data.fingerprint(), remedy)
+        model = build_model(config, data.meta, precision, ranks, run, is_new=found is None)
         micro_batches = config.gradient_accumulation_steps
-        loader = TrainLoader(blocks, config.batch_size, micro_batches, config.seed)
+        loader = TrainLoader(data.train, config.batch_size, micro_batches, config.seed)
         objective = NextToken(config, loader, model, evaluator, ranks, score)
         # FSDP has replaced the parameters, so the optimiser is made after it.
         loop = Loop(objective, config, run, optimizer_of(config, model), precision)

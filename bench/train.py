@@ -39,10 +39,10 @@ from tqdm import tqdm
 
 from bench.train_arms import NANOGPT, Batch, Step, TrainArm, build_step, parse_arms, settle
 from bench.train_profile import by_class, profile_step, profile_table
+from common.auto import AUTO
 from common.distributed import Ranks
 from common.environment import faster_float32_products, peak_flops, timing_environment
 from common.errors import ConfigError, run_program
-from common.old_keys import AUTO
 from common.output import card, markdown, span, write_results
 from common.stats import paired_ratio
 from configurator import key, parse_args

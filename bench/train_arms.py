@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from common.auto import AUTO, by_device
 from common.distributed import accumulate, replicate
 from common.environment import Precision
 from common.errors import ConfigError
-from common.old_keys import AUTO, by_device
 from configurator import Overrides
 from decode.peers import module
 from model import GPT, GPTConfig

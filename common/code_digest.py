@@ -33,7 +33,10 @@ def code_files(root: Path = ROOT) -> list[Path]:
     found: list[Path] = []
     for name in MODULES:
         path = root / name
-        found += path.rglob("*.py") if path.is_dir() else [path] * path.is_file()
+        if path.is_dir():
+            found += path.rglob("*.py")
+        elif path.is_file():
+            found.append(path)
     return sorted(found)
 
 

@@ -215,11 +215,9 @@ def _git_commit() -> str | None:
         uncommitted = _git("diff", *plain, "HEAD", *CODE)
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("NANONORM_COMMIT")
-    return (
-        f"{commit}+{zlib.crc32(uncommitted.encode(errors='surrogateescape')):08x}"
-        if uncommitted
-        else commit
-    )
+    if not uncommitted:
+        return commit
+    return f"{commit}+{zlib.crc32(uncommitted.encode(errors='surrogateescape')):08x}"
 
 
 def is_same_code(then: str | None, now: str | None) -> bool:

@@ -95,12 +95,19 @@ def lost_ranks(error: Exception) -> bool:
 def one_line(text: str) -> str:
     """Return `text` as it fits into one line of a terminal or a log.
 
-    What does not print, line ends and half characters of file names too, becomes an escape, so that
-    a value that is repeated in a message cannot look like another message. The middle of a text of
-    more than LONGEST_LINE characters is left out.
+    It is printable, and the middle of one of more than LONGEST_LINE characters is left out.
     """
     if len(text) > LONGEST_LINE:
         text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """Return `text` with an escape for each character that does not print.
+
+    Line ends and half characters of file names too, so that a value that is repeated in a message
+    cannot look like another message, nor tell a terminal what to do.
+    """
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import ConfigError, UserError, cannot_write
+from .errors import ConfigError, UserError, cannot_write, printable
 from .inputs import check_regular
 
 BEGINNING = 1 << 16  # bytes of a file that tell its kind
@@ -162,7 +162,26 @@ def markdown(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """Return a table's lines, without a newline at the end."""
     header = list(header)
     table = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table)
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in table)
+
+
+def _cell(content: Any) -> str:
+    """Return what a cell shows: a | in it does not end it."""
+    return re.sub(r"(?<!\\)\|", r"\\|", str(content))
+
+
+def prose(text: str) -> str:
+    """Return text of others, as a name that they gave, for a Markdown page: nothing in it acts."""
+    return re.sub(r"([\\`*<>\[\]|&])", r"\\\1", printable(text))
+
+
+def code(text: str) -> str:
+    """Return text of others as code in a Markdown page."""
+    text = printable(text)
+    if "`" not in text:
+        return f"`{text}`"
+    fence = "`" * (1 + max(map(len, re.findall("`+", text))))
+    return f"{fence} {text} {fence}"
 
 
 def parse_json(text: str | bytes) -> Any:

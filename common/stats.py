@@ -7,7 +7,6 @@ bootstrap are reported as checks and decide nothing.
 
 import bisect
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -143,44 +142,6 @@ def welch(mean_a: float, sd_a: float, n_a: int, mean_b: float, sd_b: float, n_b:
     b = sd_b**2 / n_b
     df = (a + b) ** 2 / (a**2 / (n_a - 1) + b**2 / (n_b - 1))
     return Estimate(mean_b - mean_a, se=(a + b) ** 0.5, df=df)
-
-
-def sign_flip_p(differences: np.ndarray) -> float:
-    """Return the two-sided p of the sign-flip permutation test on the mean of differences (n,).
-
-    All 2^n combinations of signs are tried up to n = 16, else 99,999 random ones.
-    """
-    tested = stats.permutation_test(
-        (differences,),
-        np.mean,
-        permutation_type="samples",
-        n_resamples=99_999,
-        batch=10_000,
-        rng=np.random.default_rng(0),
-    )
-    return float(tested.pvalue)
-
-
-def bca_interval(differences: np.ndarray) -> tuple[float, float]:
-    """Return the bias-corrected and accelerated bootstrap interval (95 %) of the mean (Efron 1987).
-
-    (nan, nan) where it is not defined: all differences equal, or fewer than four of them, of which
-    it would only repeat the extremes.
-    """
-    if len(differences) < 4 or np.ptp(differences) == 0:
-        return float("nan"), float("nan")
-    with warnings.catch_warnings():
-        # Where all resamples lie on one side, scipy warns and gives nan.
-        warnings.simplefilter("ignore")
-        found = stats.bootstrap(
-            (differences,),
-            np.mean,
-            n_resamples=9999,
-            method="BCa",
-            confidence_level=1 - ALPHA,
-            rng=np.random.default_rng(0),
-        ).confidence_interval
-    return float(found.low), float(found.high)
 
 
 def holm(p_values: list[float], planned: int = 0) -> list[float]:
@@ -330,7 +291,9 @@ def decide(
         # Holm multiplied p by p_holm / p, so this arm was tested at ALPHA times p / p_holm.
         alpha = ALPHA * p / p_holm if p_holm else ALPHA
         is_gain = (estimate.mean < 0) == lower_is_better
-        direction = (BETTER if is_gain else WORSE) if p_holm < ALPHA else NO_DIFFERENCE
+        direction = NO_DIFFERENCE
+        if p_holm < ALPHA:
+            direction = BETTER if is_gain else WORSE
         margin = OPEN if delta else ""
         if delta and p_tost < ALPHA:
             margin = WITHIN

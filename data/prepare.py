@@ -146,7 +146,10 @@ def meta_of(tokenizer: str, documents: Iterator[Document]) -> dict[str, Any]:
         meta["chars"] = "".join(sorted(found))
     elif tokenizer not in TOKENIZERS:
         meta = {"tokenizer": "hf", "path": str(Path(tokenizer).resolve())}
-    meta["vocab_size"] = load_tokenizer(meta).n_vocab
+    loaded = load_tokenizer(meta)
+    meta["vocab_size"] = loaded.n_vocab
+    if meta["tokenizer"] == "hf":
+        meta["checksum"] = loaded.checksum
     if meta["vocab_size"] > MOST_TOKENS:
         raise ConfigError(
             f"tokenizer={tokenizer}: it has {meta['vocab_size']:,} tokens, and shards hold ids "
@@ -180,7 +183,7 @@ class Progress:
         self.meta = meta
         self.path = folder / "progress.json"
         if meta["tokenizer"] == "hf":
-            settings = settings | {"tokenizer files": load_tokenizer(meta).checksum}
+            settings = settings | {"tokenizer files": meta["checksum"]}
         # With the commit of data on the hub, "" until it is known
         self.settings = {**settings, "revision": ""}
         self.notes: dict[str, dict] = {}

@@ -10,20 +10,18 @@ nanoGPT's headerless `train.bin` and `val.bin` are read too, and the `meta.pkl` 
 data. The end-of-text token goes before each document.
 """
 
-import io
 import json
-import pickle
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from common.errors import DataError
 from common.inputs import check_regular
+from common.nanogpt import read_pickled_meta
 from common.output import parse_json, write_bytes_atomically
 
 MAGIC = 20240520
@@ -31,8 +29,6 @@ VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 MOST_TOKENS = 65536  # ids are uint16
-GPT2 = {"tokenizer": "gpt2", "vocab_size": 50257}  # of data that do not say
-MOST_PICKLED = 1 << 24  # bytes that are read of a meta.pkl; nanoGPT's have about 1,000
 MAPPED = 128  # shards of a split that are open at once: a process may have 256 or 1,024 descriptors
 NUMBERED = re.compile(r"(?P<name>.+)_(?P<split>train|val)_(?P<number>\d{6})\.bin")
 
@@ -166,27 +162,3 @@ def read_meta(data_dir: str | Path) -> dict:
             f"{path}: needs tokenizer and vocab_size as JSON: prepare the data again"
         ) from None
     return meta
-
-
-def read_pickled_meta(path: Path) -> dict:
-    """Read the meta.pkl of nanoGPT's character data, as the meta.json of ours. Raises DataError."""
-    try:
-        with path.open("rb") as file:
-            meta = PlainUnpickler(io.BytesIO(file.read(MOST_PICKLED))).load()
-        text = "".join(meta["itos"][index] for index in range(meta["vocab_size"]))
-        text.encode()  # no half of a surrogate pair
-        if meta["stoi"] != {char: index for index, char in enumerate(text)}:
-            raise ValueError
-    except Exception:  # an unpickler raises nearly every kind
-        raise DataError(
-            f"{path}: not what nanoGPT writes for characters (vocab_size, itos, stoi): prepare the "
-            "data again, or remove the file if the tokens are GPT-2's"
-        ) from None
-    return {"tokenizer": "chars", "vocab_size": len(text), "chars": text}
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Unpickles numbers, strings and containers. Without classes a pickle cannot run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"names {module}.{name}")

@@ -6,12 +6,13 @@ eot_token, the id of end of text.
 """
 
 import hashlib
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -74,26 +75,21 @@ class HFTokenizer:
     Attributes:
         before: ids that its template puts before a text.
         after: ids that it puts behind a text.
-        special: {"bos_token_id": id, ...} of the tokens that are named and exist.
-        checksum: SHA-256 of the files that decide about ids.
+        special: {"bos_token_id": id, ...} of the tokens that are named and exist. EOS that is not
+            named is what the template puts last behind a text.
+        checksum: SHA-256 of what decides about ids: tokenizer.json and `special`.
     """
 
     def __init__(self, folder: str, n_model: int):
         from tokenizers import Tokenizer, models
 
-        named: dict[str, Any] = {"eos_token": END_OF_TEXT}  # transformers' default for GPT-2, Qwen
         self.n_model = n_model  # ids that the model has
         try:
             content = read_regular(Path(folder, "tokenizer.json"), MOST_BYTES)
-            digest = hashlib.sha256(content)
             with panics_are_errors(folder):
                 self.tokenizer = Tokenizer.from_buffer(content)
-            for name in ("special_tokens_map.json", "tokenizer_config.json"):
-                path = Path(folder, name)
-                if path.exists():
-                    content = read_regular(path, MOST_BYTES)
-                    digest.update(name.encode() + content)
-                    named |= parse_json(content)
+            named = named_tokens(folder)
+            added = [*map(_text, named.pop("added_tokens_decoder", {}).values())]
         except Exception as error:  # the library raises plain Exceptions
             raise DataError(
                 f"the tokenizer of {folder} cannot be read ({error}): put the model's "
@@ -102,23 +98,35 @@ class HFTokenizer:
         # The file may keep the limits of the last call before it was saved.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.n_vocab = self.tokenizer.get_vocab_size()
+        # transformers would add such a token, with an id of its own.
+        for token in (*added, _text(named.get("bos_token")), _text(named.get("eos_token"))):
+            if token is not None and self.tokenizer.token_to_id(token) is None:
+                raise DataError(
+                    f"{folder}: its tokenizer_config.json names {token!r}, which its "
+                    "tokenizer.json does not have: open it with transformers' AutoTokenizer, and "
+                    "write it anew by save_pretrained"
+                )
+        # Numbers of tokens may have gaps.
+        self.n_vocab = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
+        named = {"eos_token": END_OF_TEXT} | named  # transformers' default for GPT-2, Qwen
         ids = {name: self._id(named.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
         self.special = {f"{name}_id": token for name, token in ids.items() if token is not None}
         self.bos_token = ids["bos_token"]
         self.eot_token = self.bos_token if ids["eos_token"] is None else ids["eos_token"]
-        self.checksum = digest.hexdigest()
         # What the template adds to a text of one token
         one = Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).encode("x")
         framed = self.tokenizer.post_process(one)
         place = framed.special_tokens_mask.index(0)
         self.before = framed.ids[:place]
         self.after = framed.ids[place + 1 :]
+        if self.after:
+            self.special.setdefault("eos_token_id", self.after[-1])
+        self.checksum = hashlib.sha256(content + json.dumps(self.special).encode()).hexdigest()
 
     def _id(self, token: Any) -> int | None:
-        """Return the id of a token as those files write it: its text, or a dictionary with it."""
-        text = token.get("content") if isinstance(token, dict) else token
-        return self.tokenizer.token_to_id(text) if isinstance(text, str) else None
+        """Return the id of a token as those files write it."""
+        text = _text(token)
+        return None if text is None else self.tokenizer.token_to_id(text)
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Return the ids, with those that the model's template adds: BOS, where it adds one.
@@ -126,23 +134,10 @@ class HFTokenizer:
         A text that has it in writing, as a chat template makes one, gets no second one. Raises
         DataError for an id that the model has not, and where the library fails.
         """
-        return self._encode(text, not self._has_start(text))
-
-    def encode_open(self, text: str) -> list[int]:
-        """Return the ids of a text that goes on: without those that the template puts behind it."""
-        ids = self.encode_ordinary(text)
-        is_closed = self.after and not self._has_start(text)
-        return ids[: -len(self.after)] if is_closed else ids
-
-    def _has_start(self, text: str) -> bool:
-        """Say whether a text begins with the token of a beginning, in writing."""
-        first = first_token(self)
-        return first is not None and text.startswith(self.tokenizer.id_to_token(first))
-
-    def _encode(self, text: str, is_framed: bool) -> list[int]:
-        """Return the ids, with those of the template if `is_framed`. Raises DataError."""
         with panics_are_errors(text):
-            ids = self.tokenizer.encode(text, add_special_tokens=is_framed).ids
+            ids = self.tokenizer.encode(text).ids
+        if self.before and text.startswith(self.tokenizer.id_to_token(self.before[0])):
+            ids = ids[len(self.before) :]
         if max(ids, default=0) >= self.n_model:
             raise DataError(
                 f"the tokenizer gives {max(ids)} for {text[:40]!r}, and the model has "
@@ -150,9 +145,34 @@ class HFTokenizer:
             )
         return ids
 
+    def encode_open(self, text: str) -> list[int]:
+        """Return the ids of a text that goes on: without those that the template puts behind it."""
+        ids = self.encode_ordinary(text)
+        return ids[: -len(self.after)] if self.after else ids
+
     def decode(self, tokens: list[int]) -> str:
         """Return the text."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def named_tokens(folder: str) -> dict[str, Any]:
+    """Read which tokens the files beside a tokenizer.json name, as transformers does.
+
+    special_tokens_map.json counts where tokenizer_config.json does not list the tokens itself.
+    Raises ValueError, TypeError and what read_regular raises.
+    """
+    named: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = Path(folder, name)
+        if path.exists() and "added_tokens_decoder" not in named:
+            named |= parse_json(read_regular(path, MOST_BYTES))
+    return named
+
+
+def _text(token: Any) -> str | None:
+    """Return the text of a token as those files write it: as text, or as a dictionary with it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def token_bytes(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer) -> np.ndarray:
@@ -220,7 +240,7 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
         meta: of read_meta; it names it.
 
     Raises:
-        DataError: it is unknown, cannot be read or cannot be downloaded.
+        DataError: it is unknown, cannot be read or cannot be downloaded, or has changed.
     """
     name = meta.get("tokenizer")
     if name == "chars" and isinstance(meta.get("chars"), str):
@@ -228,7 +248,14 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
     if name == "bytes":
         return byte_tokenizer()
     if name == "hf" and isinstance(meta.get("path"), str):
-        return HFTokenizer(meta["path"], meta.get("vocab_size", sys.maxsize))
+        tokenizer = HFTokenizer(meta["path"], meta.get("vocab_size", sys.maxsize))
+        # Older meta.json has none.
+        if meta.get("checksum", tokenizer.checksum) != tokenizer.checksum:
+            raise DataError(
+                f"the tokenizer of {meta['path']} has changed since the data were prepared: put "
+                "the one of then there, or prepare the data again and train on them"
+            )
+        return tokenizer
     if name == "gpt2":
         try:
             return tiktoken.get_encoding("gpt2")
@@ -239,8 +266,9 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
                 "once, or point TIKTOKEN_CACHE_DIR at a folder that has it"
             ) from None
     raise DataError(
-        f"unknown tokenizer {name!r}: meta.json is missing in the data, or names none that is "
-        "known; prepare it again, or put nanoGPT's meta.pkl into data/NAME, here or beside the run"
+        f"unknown tokenizer {name!r}: meta.json (or nanoGPT's meta.pkl) is missing in the data, or "
+        "names none that is known here; prepare it again, or put the meta.pkl of a nanoGPT "
+        "checkpoint into data/NAME, here or beside its run folder"
     )
 
 
@@ -276,20 +304,46 @@ def encode_open(tokenizer: Any, text: str) -> list[int]:
     return getattr(tokenizer, "encode_open", tokenizer.encode_ordinary)(text)
 
 
-def document_edge(tokenizer: Any) -> tuple[int | None, bool]:
-    """Return the id at the edge of each document, and whether it ends them instead of beginning.
+class Edges(NamedTuple):
+    """The ids with which each document of a data set begins and ends; None for none."""
 
-    The id is None where nothing tells documents apart.
-    """
+    begin: int | None
+    end: int | None
+
+
+def document_edges(tokenizer: Any) -> Edges:
+    """Return what tells the documents apart that a tokenizer has prepared."""
     before = getattr(tokenizer, "before", [])
     after = getattr(tokenizer, "after", [])
-    if before and after and before[0] == after[-1]:
-        return None, False  # one id begins and ends them
-    if before:
-        return before[0], False
-    if after:
-        return after[-1], True
-    return getattr(tokenizer, "eot_token", None), False
+    if before or after:
+        return Edges(before[0] if before else None, after[-1] if after else None)
+    return Edges(getattr(tokenizer, "eot_token", None), None)
+
+
+def document_begins(shards: Iterable[np.ndarray], edges: Edges) -> np.ndarray:
+    """Return where documents begin, (documents,), as places in the tokens of all shards, ascending.
+
+    Args:
+        shards: uint16 (n,) each, as data/shards.py reads them.
+        edges: of the documents. Where one id begins and ends them, a document begins at the second
+            of two, and the first place is left out.
+    """
+    places = [np.zeros(0, int)]
+    offset = 0
+    was_end = False  # the last token of the shard before
+    for shard in shards:
+        is_end = shard == edges.end
+        is_begin = shard == edges.begin
+        if edges.begin is None:
+            found = np.flatnonzero(is_end) + 1
+        elif edges.begin == edges.end:
+            found = np.flatnonzero(is_begin & np.append(was_end, is_end[:-1]))
+        else:
+            found = np.flatnonzero(is_begin)
+        places.append(offset + found)
+        offset += len(shard)
+        was_end = is_end[-1]
+    return np.concatenate(places)
 
 
 def decode(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer, tokens: list[int]) -> str:

@@ -1,31 +1,31 @@
 """Arms against a baseline: pairs, estimates, verdicts, and a sentence for each verdict."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from common.errors import ConfigError, UserError
+from common.output import prose
 from common.stats import (
     ALPHA,
     NO_DIFFERENCE,
     WITHIN,
     Estimate,
     Verdict,
-    bca_interval,
     crossed,
     decide,
     detectable_effect,
     paired,
     power_of_tost,
     seeds_needed,
-    sign_flip_p,
 )
 from evidence.names import short_name
 from evidence.runs import METRICS, RULES, Metric, Run, difference_in_settings, item_differences
 
-EQUAL_TIME = Metric("val_loss_equal_time", "nats per token", True)
 FEW = 3  # pairs, of which the spread is hardly known
 CHANCE = 0.25  # accuracy of a guess in HellaSwag: one of four endings
 NOT_JUDGED = "not judged"
@@ -143,16 +143,6 @@ class Comparison:
             return None
         return seeds_needed(self.estimate.mean, self.delta, self.sd, ALPHA / self.n_arms)
 
-    @cached_property
-    def sign_flip(self) -> float:
-        """p of the sign-flip permutation test; it decides nothing."""
-        return sign_flip_p(self.differences)
-
-    @cached_property
-    def bootstrap(self) -> tuple[float, float]:
-        """BCa bootstrap interval, 95 %; it decides nothing."""
-        return bca_interval(self.differences)
-
     def tokens(self, difference: float) -> float | None:
         """Return the share of tokens that a difference is worth, 0.02 for 2 % more tokens.
 
@@ -189,26 +179,27 @@ class Comparison:
         unit = "" if self.metric.relative else f" {self.metric.unit}"
         tokens = f" (worth {self.show_tokens()} of tokens)" if self.rate else ""
         parts = [
-            f"{self.name}: {self.word}: {self.show(self.estimate.mean)}{unit}{tokens} "
-            f"against {short_name(self.baseline)} over {len(self.seeds)} seeds, "
-            f"Holm interval {self.show_interval(self.verdict.interval)}",
-            self.not_judged
-            or self.no_verdict
-            or (
-                ""
-                if len(self.seeds) > FEW
-                else "so few pairs decide only if differences are normal"
-            ),
+            f"{prose(self.name)}: {self.word}: {self.show(self.estimate.mean)}{unit}{tokens} "
+            f"against {prose(short_name(self.baseline))} over {len(self.seeds)} seeds, "
+            f"Holm interval {self.show_interval(self.verdict.interval)}"
         ]
-        if self.word.startswith(NO_DIFFERENCE) and self.verdict.margin != WITHIN and self.needed:
+        is_judged = not (self.not_judged or self.no_verdict)
+        # Neither a direction nor that the difference lies within the margin
+        is_open = self.verdict.direction == NO_DIFFERENCE and self.verdict.margin != WITHIN
+        if not is_judged:
+            parts.append(self.not_judged or self.no_verdict)
+        elif not is_open and len(self.seeds) <= FEW:
+            parts.append(
+                f"from {len(self.seeds)} pairs this follows only if differences are normal: repeat "
+                "it with a new set of more seeds"
+            )
+        elif is_open and self.needed:
+            what = "this difference"
+            if self.delta:
+                what += ", or that it is within the margin,"
             # A new set: who adds seeds until a verdict appears gets false ones. And at least one
             # more, for the seeds that are there have not decided.
             needed = max(self.needed, len(self.seeds) + 1)
-            what = (
-                "this difference, or that it is within the margin,"
-                if self.delta
-                else "this difference"
-            )
             parts.append(f"to show {what} takes a new set of {needed} seeds")
         if self.delta:
             parts.append(f"the {self.delta_kind} margin is {self.show(self.delta, sign=False)}")
@@ -217,20 +208,19 @@ class Comparison:
                 f"conditional on this text: {self.show_interval((self.text.low, self.text.high))} "
                 f"when one of its {self.text.documents} documents is left out"
             )
-        return "; ".join(part for part in parts if part) + "."
+        return "; ".join(parts) + "."
 
 
 def like_baseline(arms: Arms, baseline: str, but: tuple[str, ...] = ()) -> Arms:
     """Return each arm's runs with the settings of the baseline's; the keys `but` may differ."""
     first = next(run for run in arms[baseline].values() if not run.problem())
-    return {
-        arm: {
-            seed: run
-            for seed, run in its.items()
-            if not difference_in_settings(run, first, BY_SEED + but)
-        }
-        for arm, its in arms.items()
-    }
+    alike: Arms = {}
+    for arm, its in arms.items():
+        alike[arm] = {}
+        for seed, run in its.items():
+            if not difference_in_settings(run, first, BY_SEED + but):
+                alike[arm][seed] = run
+    return alike
 
 
 def arms_called(arms: Arms, name: str) -> list[str]:
@@ -334,10 +324,10 @@ def margin(metric: Metric, run: Run, post_hoc: float) -> tuple[float, str]:
     of a relative metric becomes a difference of logarithms, as the differences are. (0.0, "") for
     no margin.
     """
-    is_val_loss = metric.name in ("val_loss", "val_loss_full", EQUAL_TIME.name)
-    if is_val_loss and post_hoc:
+    name = "val_loss" if metric.name == "val_loss_full" else metric.name
+    if name == "val_loss" and post_hoc:
         return post_hoc, "post hoc"
-    delta = run.config.get(f"delta_{'val_loss' if is_val_loss else metric.name}", 0.0)
+    delta = run.config.get(f"delta_{name}", 0.0)
     if not delta:
         return 0.0, ""
     return float(np.log1p(delta)) if metric.relative else delta, "declared"
@@ -387,20 +377,6 @@ def losses_without(documents: np.ndarray) -> np.ndarray:
     return nats / tokens
 
 
-def at_equal_time(run: Run, baseline: Run) -> float | None:
-    """Estimate the val loss of `run` after the baseline's time instead of its tokens.
-
-    In that time a run of r times the speed sees r times the tokens, which are worth the exchange
-    rate times log r. None where a speed or the rate is unknown.
-    """
-    speed = run.metrics.get("tok_per_s")
-    base_speed = baseline.metrics.get("tok_per_s")
-    rate = exchange_rate(baseline)
-    if speed is None or base_speed is None or rate is None:
-        return None
-    return run.metrics["val_loss"] - rate * float(np.log(speed / base_speed))
-
-
 @dataclass(frozen=True)
 class Measured:
     """One metric of those of an arm's pairs that have it."""
@@ -428,8 +404,6 @@ class Measured:
 
     def caution(self) -> str:
         """Say why the metric is not judged, whatever the tests say; "" if it is."""
-        if self.metric is EQUAL_TIME:
-            return "the exchange rate is an upper estimate, so this is no verdict"
         problems = [run.speed_problem for pair in self.pairs for run in pair if run.speed_problem]
         if self.metric.relative and problems:
             return (
@@ -450,8 +424,6 @@ class Measured:
 
 def values_of(metric: Metric, run: Run, base: Run) -> tuple[float | None, float | None]:
     """Return a metric of a run and of the baseline's; None where it was not measured."""
-    if metric is EQUAL_TIME:
-        return at_equal_time(run, base), base.metrics["val_loss"]
     return run.metrics.get(metric.name), base.metrics.get(metric.name)
 
 
@@ -470,7 +442,12 @@ def measure(metric: Metric, pairs: list[Pair]) -> Measured:
 
 
 def compare(
-    pairs: Pairs, baseline: str, post_hoc: float, diverged: dict[str, str]
+    pairs: Pairs,
+    baseline: str,
+    post_hoc: float,
+    diverged: dict[str, str],
+    rate_errors: Mapping[str, float] = MappingProxyType({}),
+    tests: int = 0,
 ) -> tuple[list[Comparison], list[str]]:
     """Compare every arm with the baseline in every metric.
 
@@ -478,6 +455,9 @@ def compare(
         post_hoc: margin of val loss that was not declared before the runs; 0: none.
         diverged: arm -> sentence, for arms of which some seeds diverged. The seeds that are left
             are no fair sample, so they get no verdict.
+        rate_errors: arm -> standard error of its loss less the baseline's, nats, for learning rates
+            that are not known exactly. All seeds share it.
+        tests: arms that were declared together, if some cannot be tested.
 
     Returns:
         One comparison for each metric and arm with two pairs or more, and lines about pairs that
@@ -487,7 +467,7 @@ def compare(
     left_out: list[str] = []
     bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
     rate = mean_exchange_rate(list(bases.values()))
-    for metric in (*METRICS.values(), EQUAL_TIME):
+    for metric in METRICS.values():
         found: dict[str, Measured] = {}
         for arm, its_pairs in pairs.items():
             measured = measure(metric, its_pairs)
@@ -503,11 +483,14 @@ def compare(
             continue
         first = pairs[next(iter(found))][0].run
         delta, delta_kind = margin(metric, first, post_hoc)
-        is_loss = metric.unit == METRICS["val_loss"].unit and metric is not EQUAL_TIME
-        estimates = [measured.estimate() for measured in found.values()]
+        is_loss = metric.unit == METRICS["val_loss"].unit
+        estimates = [
+            with_error(measured.estimate(), rate_errors.get(arm, 0.0) if is_loss else 0.0)
+            for arm, measured in found.items()
+        ]
         # All arms of a metric together: each of them is a test, of difference and of equivalence,
         # and Holm corrects for their number.
-        verdicts = decide(estimates, delta, metric.lower_is_better)
+        verdicts = decide(estimates, delta, metric.lower_is_better, tests)
         for (arm, measured), estimate, verdict in zip(found.items(), estimates, verdicts):
             not_judged = measured.caution()
             no_verdict = lack_of_verdict(arm, baseline, measured.pairs, diverged)
@@ -524,7 +507,7 @@ def compare(
                 differences=measured.differences,
                 estimate=estimate,
                 verdict=verdict,
-                n_arms=len(found),
+                n_arms=max(len(found), tests),
                 not_judged=not_judged,
                 no_verdict=no_verdict,
                 rate=rate if is_loss else None,
@@ -532,6 +515,11 @@ def compare(
             )
             rows.append(row)
     return rows, left_out
+
+
+def with_error(estimate: Estimate, error: float) -> Estimate:
+    """Return an estimate with another standard error added, which is independent of its own."""
+    return replace(estimate, se=(estimate.se**2 + error**2) ** 0.5) if error else estimate
 
 
 def lack_of_verdict(arm: str, baseline: str, pairs: list[Pair], diverged: dict[str, str]) -> str:

@@ -5,6 +5,8 @@ The CSV files keep the full arm, which sweep.sh takes. An arm that was given a n
 
 import shlex
 
+from common.errors import printable
+
 
 def short_name(arm: str) -> str:
     """Return an arm without dashes and quotes, and without what its keys repeat.
@@ -23,7 +25,8 @@ def short_name(arm: str) -> str:
         name, _, value = key.removeprefix("--").partition("=")
         name = name.removeprefix(f"{norm_type}_")
         parts.append(name if value in ("", "True") else f"{name}={value}")
-    return " ".join(" ".join(parts).split())  # blanks side by side would look like one
+    # blanks side by side would look like one
+    return printable(" ".join(" ".join(parts).split()))
 
 
 def told_apart(arms: list[str]) -> dict[str, str]:

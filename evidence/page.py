@@ -239,10 +239,10 @@ def has_drift(run: Run) -> bool:
 
 def having(arms: Arms, figure: str) -> Arms:
     """Return the runs whose logs have this figure of the stream."""
-    return {
-        arm: {seed: run for seed, run in runs.items() if len(run.stream(figure)[0])}
-        for arm, runs in arms.items()
-    }
+    found: Arms = {}
+    for arm, runs in arms.items():
+        found[arm] = {seed: run for seed, run in runs.items() if len(run.stream(figure)[0])}
+    return found
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[Any]], arms: Iterable[str]) -> Html:

@@ -5,7 +5,7 @@ from textwrap import fill
 
 import numpy as np
 
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.plotting import plt, save, style
 from evidence.runs import Run
 
@@ -27,7 +27,9 @@ def plot_loss(runs: list[Run], target: Path) -> Path:
         tokens, losses = run.curve.T  # (n,) each
         end = "diverged" if run.diverged else f"{losses[-1]:.3f}"
         look = style(index)
-        label = fill(f"{run.name}: {end}", 100)
+        # Between two of them would be a formula.
+        name = printable(run.name).replace("$", r"\$")
+        label = fill(f"{name}: {end}", 100)
         axis.plot(tokens / 1e6, losses, label=label, linewidth=LINE, **look)
         millions = [step["step"] * run.start["tokens_per_step"] / 1e6 for step in run.steps]
         train = [step["loss"] for step in run.steps]

@@ -14,39 +14,17 @@ import numpy as np
 
 from common.errors import UserError
 from common.fingerprint import data_difference
-from common.old_keys import RETIRED, as_today, chosen_then
+from common.past import (
+    BEFORE_THE_ENTRY,
+    BEFORE_THE_KEY,
+    OLD_NORM_KEYS,
+    as_today,
+    chosen_then,
+)
 from evidence.archive import SUFFIX, Content, by_run, files_of, read
 from evidence.log import damaged, lacking, parse_items, parse_log
 from evidence.names import told_apart
 
-# Norm keys and their defaults, for older logs that do not record them: those of every norm type
-# (""), and those that one norm type adds.
-OLD_NORM_KEYS: dict[str, dict[str, Any]] = {
-    "": {
-        "norm_plan": "",
-        "norm_eps": 1e-5,
-        "norm_affine": True,
-        "qk_norm": False,
-        "kernels": "auto",
-    },
-    "rms": {"rms_fraction": 1.0, "norm_groups": 1, "rms_bias": False},
-    "coupled": {
-        "coupled_first": 0,
-        "coupled_span": 1,
-        "coupled_alpha": 1.0,
-        "coupled_calibrate": 0,
-        "coupled_grad": "detach",
-        "coupled_impl": "scale",
-    },
-    "taper": {
-        "taper_base": "rms",
-        "taper_warmup": 0.5,
-        "taper_end": 0.75,
-        "taper_fit": "norm",
-        "taper_final": False,
-        "taper_anchor": 0.0,
-    },
-}
 # Settings that do not change a result. HellaSwag is scored at evaluations and does not touch the
 # training; it is compared only on the same items.
 NAMES = {
@@ -69,23 +47,8 @@ NAMES = {
 RATES = ("learning_rate", "min_lr", "warmup_iters")
 # Packages of which a run may be resumed with another version and still be compared.
 HARMLESS_VERSIONS = {"python", "numpy"}
-# What a program did that does not have the key: not yet, or no more.
-BEFORE_THE_KEY = {
-    **RETIRED,
-    "residual": "float32",
-    "optimizer": "adamw",
-    "decay_per_step": 0.0,
-    "rope_scaling_kind": "llama3",
-    "window": 0,
-    "local_blocks": "",
-    "local_rope_theta": 0.0,
-    "attn_scale": 0.0,
-    "embed_scale": 1.0,
-    "study": "",
-    "planned_seeds": 0,
-}
-# What the start event tells beside the config, and what it was in older logs without it.
-PLACE = {"world_size": None, "device": None, "float32_products": "highest"}
+# What is compared beside the config, as the start event tells it
+PLACE = ("world_size", "device", "float32_products")
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 RULES = ("acc", "acc_norm")  # how HellaSwag's choice is made (evals/hellaswag.py)
 
@@ -457,7 +420,7 @@ def norm_key_names(run: Run) -> set[str]:
 def settings(run: Run) -> dict[str, Any]:
     """Return what a run was trained with and where, without its names: key -> value."""
     chosen = {name: _plain(value) for name, value in run.config.items() if name not in NAMES}
-    place = {name: run.start.get(name, before) for name, before in PLACE.items()}
+    place = {name: run.start.get(name, BEFORE_THE_ENTRY.get(name)) for name in PLACE}
     return BEFORE_THE_KEY | chosen | place | {"torch": run.start["versions"]["torch"]}
 
 

@@ -36,8 +36,8 @@ from torch import Tensor
 from common.errors import DataError, HFError
 from common.hub import INDEX, companions, read_config, weight_names
 from common.inputs import check_regular
-from common.output import whole_folder, write_bytes_atomically
-from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
+from common.output import parse_json, whole_folder, write_bytes_atomically
+from data.tokenizers import END_OF_TEXT, HFTokenizer, hf_tokenizer, load_tokenizer
 from hf.config import CODE, COUPLED, architecture, gpt_config, hf_config
 from model import GPT, check_memory, rope_buffers
 from norms import Norm
@@ -182,7 +182,15 @@ def export_hf(
     # The folder that the model was loaded from, or that its tokenizer is from
     source = Path(model.meta.get("path", "nowhere"))
     theirs = config_of(model, source)
-    hf |= {key: theirs[key] for key in TOKENS if key in theirs} if theirs else named_ids(model)
+    beside = list(companions(source))
+    if theirs:
+        hf |= {key: theirs[key] for key in TOKENS if key in theirs}
+    elif model.meta.get("tokenizer") == "hf":
+        try:
+            hf |= load_tokenizer(model.meta).special
+        except DataError as error:
+            beside = []
+            warnings.warn(f"the folder has no tokenizer: {error}", stacklevel=2)
     prefix = "transformer." if target.wpe is not None else "model."
     pieces = {
         name if name.startswith("lm_head.") else prefix + name: piece
@@ -197,9 +205,11 @@ def export_hf(
             if shards.is_sharded:
                 index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
                 write_json(partial / INDEX, index)
-            for companion in companions(source):
+            for companion in beside:
                 if theirs or companion.name != "generation_config.json":
                     shutil.copy(companion, partial)
+            if beside and not theirs and model.meta["tokenizer"] == "hf":
+                read_as_it_is(partial, load_tokenizer(model.meta))
             is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
             if is_ours and not (partial / "tokenizer.json").exists():
                 hf |= write_tokenizer(model, partial)
@@ -260,19 +270,20 @@ def config_of(model: GPT, source: Path) -> dict[str, Any]:
     return theirs if is_same else {}
 
 
-def named_ids(model: GPT) -> dict[str, int]:
-    """Return the ids of BOS, EOS and padding that a Hugging Face folder's tokenizer names.
+def read_as_it_is(folder: Path, tokenizer: HFTokenizer) -> None:
+    """Let transformers take the tokenizer.json of a folder as it is.
 
-    For config.json. Empty for our own tokenizers (see write_tokenizer), and where it cannot be
-    read, for which a warning is given.
+    A class of one model's tokenizer, which tokenizer_config.json names or transformers guesses,
+    builds parts of it anew: other ids than those that the model was trained on.
     """
-    if model.meta.get("tokenizer") != "hf":
-        return {}
-    try:
-        return load_tokenizer(model.meta).special
-    except DataError as error:
-        warnings.warn(f"the folder has no tokenizer: {error}", stacklevel=3)
-        return {}
+    path = folder / "tokenizer_config.json"
+    content = parse_json(path.read_bytes()) if path.exists() else {}
+    for name in ("auto_map", "add_prefix_space"):
+        content.pop(name, None)
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    for name, token in tokenizer.special.items():
+        content[name.removesuffix("_id")] = tokenizer.tokenizer.id_to_token(token)
+    write_json(path, content)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

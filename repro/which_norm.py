@@ -313,9 +313,11 @@ class Curve:
         """
         first, second = PLAN["rates"]["seeds"]
         pairs = [found[second] - found[first] for found in self.losses.values() if second in found]
-        shift = np.mean([pair for pair in pairs if math.isfinite(pair)] or [0.0])
-        found = self.losses[rate]
-        values = [loss - shift * (seed == second) for seed, loss in found.items()]
+        finite = [pair for pair in pairs if math.isfinite(pair)]
+        shift = np.mean(finite) if finite else 0.0
+        values = []
+        for seed, loss in self.losses[rate].items():
+            values.append(loss - shift if seed == second else loss)
         return float(np.mean(values))
 
     @functools.cached_property
@@ -526,10 +528,12 @@ def card() -> str:
 
 def too_high_table() -> str:
     """Return what a learning rate that is too high costs: two and four times the best one tried."""
-    rows = [
-        [f"`{arm}`", *(curves(shape)[arm].rise(factor) for shape in SHAPES for factor in (2, 4))]
-        for arm in (BASELINE, *ON_CARD)
-    ]
+    rows = []
+    for arm in (BASELINE, *ON_CARD):
+        cells = [f"`{arm}`"]
+        for shape in SHAPES:
+            cells += [curves(shape)[arm].rise(factor) for factor in (2, 4)]
+        rows.append(cells)
     return markdown(["arm", "wide, x 2", "wide, x 4", "deep, x 2", "deep, x 4"], rows)
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from common.auto import AUTO
 from common.code_digest import code_digest
 from common.errors import ConfigError, UserError
 from common.fingerprint import data_difference, fingerprint
-from common.old_keys import AUTO
 from common.stats import ALPHA, detectable_effect, largest_sd
 from configurator import parse_args
 from data.shards import Shards, find_shards

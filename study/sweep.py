@@ -27,8 +27,10 @@ there is no terminal. Exit codes: 1 if a run failed or diverged now (the others 
 at once if a setting is wrong, 130 if it was stopped.
 
 A worker claims a run before it starts it, and passes over runs that others have claimed. So
-several sweeps, also on several machines, can work on one OUT. With JOBS above 1 a run's speed
-depends on its neighbours: its log says jobs=JOBS, and report.py does not judge it.
+several sweeps, also on several machines, can work on one OUT. All runs of a seed are made on one
+kind of device: a worker leaves seeds that were begun on another kind to that, and where nothing
+trains there any more, begins them again whole (what was there goes to OUT-left). With JOBS above 1
+a run's speed depends on its neighbours: its log says jobs=JOBS, and report.py does not judge it.
 """
 
 import os
@@ -39,6 +41,7 @@ from pathlib import Path
 
 import torch
 
+from common.environment import environment, find_device
 from common.errors import ConfigError, UserError, run_program
 from common.norm_file import PIN, default_norm_file, split_norm_file
 from evals.hellaswag import load_items
@@ -46,8 +49,8 @@ from evidence.archive import SUFFIX, by_run, read
 from evidence.runs import Run
 
 from .arms import in_order, read_arms, read_seeds
-from .checks import check_sweep
-from .workers import STOPPED, Job, Sweep, state_by_log
+from .checks import check_sweep, parse
+from .workers import STOPPED, Job, Sweep, machine_of, state_by_log
 
 ARMS = "layer rms coupled cbwc taper"
 SEEDS = "8 9 10 11 12 13 14 15"
@@ -129,6 +132,11 @@ def gpus_of_workers(processes: int, jobs: int) -> tuple[str, ...]:
     )
 
 
+def machine_here(device: str) -> str:
+    """Name the kind of device on which runs with this key `device` train here."""
+    return machine_of(environment(find_device(device)))
+
+
 def next_command(out: Path, keep: Path | None, first: str) -> str:
     """Return how a finished sweep is reported.
 
@@ -154,6 +162,7 @@ def main(argv: list[str]) -> int:
     arms, seeds = read_arms(variable("ARMS", ARMS)), read_seeds(variable("SEEDS", SEEDS))
     hellaswag = variable("HELLASWAG", "off")
     common = pin_norm_file(argv)
+    device = parse([*common, *arms[0].words], out).device
     line = check_sweep(common, arms, seeds, out, keep)
     check_hellaswag(hellaswag)
     if line:
@@ -176,6 +185,7 @@ def main(argv: list[str]) -> int:
         out=out,
         keep=keep,
         gpus=gpus_of_workers(processes, jobs),
+        machine=machine_here(device),
     )
     sweep = Sweep(job, in_order(arms, seeds), kept)
     code = sweep.run(jobs)

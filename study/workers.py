@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from common.errors import UserError, one_line
 from evidence import archive
@@ -27,6 +27,7 @@ TERMINAL_WIDTH = 80
 TAIL = 4096  # bytes of an output in which its last line is looked for
 BUSY = ": another process is working there"  # ends what train.py says then
 STOPPED = 130  # exit code after a signal
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WRONG = 2  # exit code of a wrong setting
 
 
@@ -39,6 +40,7 @@ class Job(NamedTuple):
     out: Path  # folder of the run folders
     keep: Path | None  # archive for finished runs
     gpus: tuple[str, ...]  # CUDA_VISIBLE_DEVICES of each worker in turn; () to leave it alone
+    machine: str  # what `machine_of` calls the device here
 
 
 class State(NamedTuple):
@@ -82,18 +84,43 @@ def state_by_log(content: bytes) -> State:
     return State(broke or reason == DONE, broke or not all(last.values()))
 
 
+def machine_of(place: dict[str, Any]) -> str:
+    """Name the kind of device by what a log's start event, or `environment`, tells of it."""
+    return " ".join(str(place.get(name, "")) for name in ("device", "processor")).strip()
+
+
+def trained_on(folder: Path) -> str:
+    """Return the kind of device on which the run in a folder was begun; "" if that is not known."""
+    try:
+        with open(folder / "log.jsonl", "rb") as file:
+            place = json.loads(file.readline())
+    except (OSError, ValueError, RecursionError):
+        return ""
+    return machine_of(place) if isinstance(place, dict) and "device" in place else ""
+
+
 class Sweep:
     """Runs, and the workers that train them.
+
+    All runs of a seed are made on one kind of device, because they are compared with one another.
 
     Args:
         runs: all of them, in order.
         kept: names of runs that are over, and in the archive already.
+        peers: all runs in the folder that are compared with one another; without, `runs`.
     """
 
-    def __init__(self, job: Job, runs: list[PlannedRun], kept: set[str]):
+    def __init__(
+        self,
+        job: Job,
+        runs: list[PlannedRun],
+        kept: set[str],
+        peers: list[PlannedRun] | None = None,
+    ):
         self.job = job
         self.runs = runs
         self.kept = kept
+        self.peers = runs if peers is None else peers
         # A second signal may come while the first one's handler holds it.
         self.lock = threading.RLock()
         self.said: set[str] = set()  # runs that a line was printed of
@@ -149,6 +176,10 @@ class Sweep:
     def train(self, worker: int, run: PlannedRun, label: str) -> bool:
         """Train a run. Returns False if another worker has it."""
         folder = self.job.out / run.name
+        if self.belongs_elsewhere(run):
+            with self.lock:
+                self.elsewhere.add(run.name)
+            return False
         folder.mkdir(parents=True, exist_ok=True)
         output = folder / "train.txt"
         began = time.monotonic()
@@ -169,6 +200,38 @@ class Sweep:
             del self.children[worker], self.shown[worker]
         lines = lines_of(output, start)
         return self.report(run, label, status, lines, time.monotonic() - began)
+
+    def belongs_elsewhere(self, run: PlannedRun) -> bool:
+        """Does a run's seed belong to workers on another kind of device, which train just now?
+
+        Where it was begun on another kind that trains nothing any more, what is there of it moves
+        out of the way: the seed begins again whole, here.
+        """
+        its = [self.job.out / other.name for other in self.peers if other.seed == run.seed]
+        foreign = [folder for folder in its if self.is_foreign(folder)]
+        if not foreign:
+            return False
+        # Whoever moves a seed has this lock, and a second one finds nothing foreign.
+        with archive.locked(self.job.out):
+            foreign = [folder for folder in foreign if self.is_foreign(folder)]
+            others = [self.job.out / other.name for other in self.peers]
+            if any(is_claimed(folder) for folder in others if self.is_foreign(folder)):
+                return True
+            there = ", ".join(sorted({trained_on(folder) for folder in foreign}))
+            left = self.job.out.with_name(f"{self.job.out.name}-left")
+            for folder in foreign:
+                move_away(folder, left)
+        if foreign:
+            self.tell(
+                f"seed {run.seed}",
+                f"seed {run.seed} was begun on {there} and is not whole: it begins again here; its "
+                f"runs are in {left}",
+            )
+        return False
+
+    def is_foreign(self, folder: Path) -> bool:
+        """Was the run in a folder begun on another kind of device?"""
+        return trained_on(folder) not in ("", self.job.machine)
 
     def start(self, worker: int, run: PlannedRun, claim: IO, output: IO) -> subprocess.Popen:
         """Start the training process, which inherits the claim."""
@@ -290,9 +353,10 @@ class Sweep:
 
     def run(self, workers: int) -> int:
         """Train all runs with so many workers; return the exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        before = {number: signal.getsignal(number) for number in STOPPING}
+        for number, handler in before.items():
             # What is ignored stays so: SIGHUP under nohup, SIGINT in the background of a script.
-            if signal.getsignal(number) != signal.SIG_IGN:
+            if handler != signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: self.stop(STOPPED))
         threads = [threading.Thread(target=self.work, args=(number,)) for number in range(workers)]
         display = threading.Thread(target=self.show, daemon=True)
@@ -304,6 +368,8 @@ class Sweep:
         self.stopped.set()
         display.join()
         print(clear_display(), end="", flush=True)  # of a run that was stopped no line was said
+        for number, handler in before.items():
+            signal.signal(number, handler)
         return self.code
 
     def done(self) -> list[str]:
@@ -329,6 +395,29 @@ def is_claimed_by_us(claim: IO) -> bool:
     except OSError:
         pass  # no locks there: train.py's own lock decides
     return True
+
+
+def is_claimed(folder: Path) -> bool:
+    """Does a worker train the run in a folder just now?"""
+    try:
+        with open(folder / "claim", "rb") as claim:
+            fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # never claimed, or no locks there
+    return False
+
+
+def move_away(folder: Path, to: Path) -> None:
+    """Move a run folder into another folder, with a number after its name if that is taken."""
+    to.mkdir(parents=True, exist_ok=True)
+    target = to / folder.name
+    number = 1
+    while target.exists():
+        number += 1
+        target = to / f"{folder.name}-{number}"
+    folder.rename(target)
 
 
 def lines_of(output: Path, start: int) -> list[str]:

@@ -212,6 +212,11 @@ repro/point_wise.sh CODE rates
 """,
     "another test runs the program at toy size": """
 python sample.py out/mine --norm_file=my_norm.py
+python judge.py --norm_file=my_norm.py --arms="rms MeanAbs" config/demo.py --out=out/judge
+python judge.py --norm_file=my_norm.py --arms="rms MeanAbs" config/demo.py --dry_run=True
+sbatch --array=1-8 --gpus=1 --cpus-per-task=8 --time=8:00:00 \
+  slurm/judge.sbatch --arms="rms peri" config/small.py --out=out/judge --jobs=1
+python judge.py --out=out/judge --keep=results/judged/mine
 python train.py config/demo.py --data_dir=data/mine --out_dir=out/mine
 pip install .
 torchrun --standalone --nproc_per_node=2 train.py config/demo.py
@@ -257,7 +262,11 @@ COMMANDS = {
 
 
 # Batch script -> the program that gets its arguments
-BATCH = {"slurm/train.sbatch": "train", "slurm/sweep.sbatch": "./sweep.sh"}
+BATCH = {
+    "slurm/train.sbatch": "train",
+    "slurm/sweep.sbatch": "./sweep.sh",
+    "slurm/judge.sbatch": "judge",
+}
 
 
 def split_command(command: str) -> tuple[dict[str, str], str, list[str]]:

@@ -26,7 +26,7 @@ LEVELS = (
     ("load",),
     ("fold", "evals"),
     ("decode", "posthoc", "study"),
-    ("train", "sample", "hellaswag", "report", "convert", "distill", "bench_decode"),
+    ("train", "sample", "hellaswag", "report", "convert", "distill", "bench_decode", "judge"),
     ("bench",),
     ("repro",),
 )

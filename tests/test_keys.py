@@ -26,6 +26,7 @@ CONFIGS = {
     "distill": ("DistillConfig", "--teacher=run", "--out_dir=out"),
     "sample": ("SampleConfig",),
     "report": ("ReportConfig",),
+    "judge": ("JudgeConfig",),
     "hellaswag": ("HellaSwagConfig",),
     "convert": ("ConvertConfig", "--to=rms", "--out=out"),
     "bench_decode": ("DecodeBenchConfig",),

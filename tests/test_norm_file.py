@@ -539,6 +539,11 @@ def test_what_names_a_norm_file_does_not_run_it(
     train_ok(*words, "--max_iters=3", "--eval_interval=3")
     program, *more = place(path, tmp_path)
     more = [*words, *more] if program == "train" else more
-    code = 1 if place in (in_a_checkpoint, in_a_config_json) else 2
+    is_a_file_of_a_run = place in (
+        in_a_checkpoint,
+        in_a_checkpoint_that_is_resumed,
+        in_a_config_json,
+    )
+    code = 1 if is_a_file_of_a_run else 2
     told = train_fails(*more, program=program, code=code)
     assert "norm file" in told and not ran.exists()

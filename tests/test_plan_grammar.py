@@ -13,6 +13,7 @@ import torch
 from helpers import ROOT, close, plan, random_sections
 
 from common.errors import CheckpointError, ConfigError
+from common.past import as_today
 from configurator import parse_args
 from evidence.runs import by_arm, difference_in_settings, find_runs
 from load import load_model
@@ -179,11 +180,11 @@ SIZES = {"vocab_size": 32, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd":
 )
 def test_a_saved_key_of_before(old, today, tmp_path):
     saved = OLDER | SIZES | {"norm_type": "rms"} | old
-    config = model_config(saved, tmp_path)
+    config = model_config(as_today(saved), tmp_path)
     assert {name: getattr(config, name) for name in today} == today
     if "v_norm" in old:
         with pytest.raises(CheckpointError, match="v_norm"):
-            model_config(saved | {"v_norm": not old["v_norm"]}, tmp_path)
+            model_config(as_today(saved) | {"v_norm": not old["v_norm"]}, tmp_path)
 
 
 # (a retired key, its old default, another value, does a run with that one load?)
@@ -227,7 +228,7 @@ def test_a_key_that_is_gone(name, default, other, loads, tmp_path):
 )
 def test_what_wandb_said_tracker_says(name, value, told):
     today = vars(TrainConfig())
-    assert changed_keys(today | {name: value}, today, {}) == [told]
+    assert changed_keys(as_today(today | {name: value}), today, {}) == [told]
 
 
 def test_an_older_dyt_checkpoint_computes_the_same(tmp_path):
@@ -248,7 +249,7 @@ def test_an_older_dyt_checkpoint_computes_the_same(tmp_path):
 def test_an_older_run_that_goes_on_has_changed_nothing(norm_type):
     today = parse_args(TrainConfig, [f"--norm_type={norm_type}", "--qk_norm=head"])[0]
     saved = {"norm_type": norm_type} | OLDER | {"qk_norm": True, "max_iters": today.max_iters}
-    assert changed_keys(saved, {**vars(today)}, {}) == []
+    assert changed_keys(as_today(saved), {**vars(today)}, {}) == []
 
 
 @pytest.mark.parametrize(

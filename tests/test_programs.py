@@ -117,6 +117,7 @@ PROGRAMS = [
     "bench.kernels",
     "bench.bytes",
     "distill",
+    "judge",
     "posthoc.rms_stats",
     "evals.lm_eval_model",
 ]

@@ -21,10 +21,11 @@ import pytest
 from helpers import ROOT
 
 import report
+from common import past
 from common.errors import UserError
 from common.stats import ALPHA, detectable_effect, power_of_tost
 from evidence import archive, published, runs
-from evidence.comparison import Comparison, at_equal_time, exchange_rate, margin
+from evidence.comparison import Comparison, exchange_rate, margin
 from evidence.names import short_name
 from evidence.runs import METRICS, Run, by_arm, difference_in_settings, find_runs, item_differences
 from norm_plan import NormConfig, foreign_keys, keys_of
@@ -153,7 +154,6 @@ def test_verdicts_and_sentences(sweep):
         "taper": "better, beyond the margin",
     }
     assert rows["tok_per_s", "coupled"].word == "better"
-    assert rows["val_loss_equal_time", "coupled"].word == "not judged"
     assert rows["val_loss", "layer"].delta_kind == "declared"
     # the same numbers as val_loss, but no margin
     assert rows["train_loss", "coupled"].word == "no difference shown"
@@ -175,10 +175,14 @@ def test_files_are_written_and_agree(sweep, capsys):
         row = rows["val_loss", arm]
         assert table[arm][1] == "8" and f"{row.estimate.mean:+.4f}" == table[arm][4]
         assert f"- {row.sentence()}\n" in text and row.sentence() in printed
-    assert "| val_loss_equal_time |" in appendix and "| val_loss_equal_time |" not in text
+    # 200 items are too few to tell some accuracies from chance
+    assert any(row.not_judged for row in rows.values())
+    for row in rows.values():
+        cells = f"| {row.metric.name} | `{row.name}` | **{row.word}** |"
+        assert (cells in appendix) == bool(row.not_judged) == (cells not in text)
     found = {(row["metric"], row["arm"]): row for row in lines_of(sweep / "report.csv")}
-    # all metrics but val_loss_full, and the loss at equal time
-    assert len(found) == len(rows) == 3 * len(METRICS)
+    # all metrics but val_loss_full
+    assert len(found) == len(rows) == 3 * (len(METRICS) - 1)
     for name, row in rows.items():
         assert found[name]["verdict"] == row.word
         assert float(found[name]["mean_difference"]) == row.estimate.mean
@@ -199,6 +203,9 @@ def test_the_printed_table_fits_80_columns(tmp_path, capsys):
     row = rows_of(tmp_path)["val_loss", "layer"]
     [layer] = [line for line in lines if line.startswith("layer")]
     assert f" {row.estimate.mean:+.4f} " in layer and layer.endswith("  worse")
+    # what two pairs have shown is said with its condition, and what to do about it
+    few = "from 2 pairs this follows only if differences are normal: repeat it with a new set of"
+    assert f"; {few} more seeds" in row.sentence()
 
 
 def test_the_stream_is_drawn_where_runs_measured_it(tmp_path):
@@ -241,10 +248,9 @@ def test_too_small_a_set_shows_nothing_and_says_what_is_missing(tmp_path):
             said[seed] = row.sentence().partition("; ")[2]
             assert row.word == "no difference shown, margin open"
     # two or three pairs do not tell the spread, so not how many pairs it takes
-    few = "so few pairs decide only if differences are normal; the declared margin is 0.0010."
     assert said == {
-        9: few,
-        10: few,
+        9: "the declared margin is 0.0010.",
+        10: "the declared margin is 0.0010.",
         11: "to show this difference, or that it is within the margin, takes a new set of "
         f"{row.needed} seeds; the declared margin is 0.0010.",
     }
@@ -275,7 +281,7 @@ def test_old_logs_keep_their_arms():
     old = committed("table1")[0]
     for field in dataclasses.fields(TrainConfig):
         if field.name not in {*old.config, *runs.NAMES, *NormConfig.__dataclass_fields__}:
-            assert runs.BEFORE_THE_KEY[field.name] == field.default
+            assert past.BEFORE_THE_KEY[field.name] == field.default
     newer = Run(old.path, old.files)
     for key, value, message in (
         ("residual", "float32", ""),
@@ -309,7 +315,7 @@ def test_a_default_that_changed_makes_no_arm_of_two_norms(tmp_path):
     [("rms", "rms", 0.5), ("taper", "taper --taper_warmup=0.1", 0.1)],
 )
 def test_an_old_default_of_another_norm_type_makes_no_arm(tmp_path, norm_type, arm, today):
-    keys = runs.OLD_NORM_KEYS[""] | runs.OLD_NORM_KEYS.get(norm_type, {})
+    keys = past.OLD_NORM_KEYS[""] | past.OLD_NORM_KEYS.get(norm_type, {})
     folder = write_run(tmp_path, norm_type, 8, start={"norm_keys": keys})
     run = Run(change_log(folder, '"taper_warmup": 0.5', '"taper_warmup": 0.1'))
     assert run.config["taper_warmup"] == 0.1 and run.arm == arm
@@ -576,16 +582,10 @@ def test_divergence_is_a_result(sweep):
 # ------------------------------------------------------------------------- time, items, documents
 
 
-def test_equal_time_is_worth_the_exchange_rate(tmp_path):
+def test_the_exchange_rate_is_the_slope_of_the_later_half(tmp_path):
     """On L = 1 + 4 s^-1/2 the later half falls by about 2 s^-1/2 nats per e-fold of tokens."""
-    base, fast = (
-        Run(write_run(tmp_path, name, 8, speed=speed))
-        for name, speed in (("rms", 1000.0), ("taper", 1100.0))
-    )
-    rate = exchange_rate(base)
-    assert 2 * 100**-0.5 < rate < 2 * 60**-0.5
-    gain = np.log(fast.metrics["tok_per_s"] / base.metrics["tok_per_s"])
-    assert at_equal_time(fast, base) == pytest.approx(fast.metrics["val_loss"] - rate * gain)
+    base = Run(write_run(tmp_path, "rms", 8))
+    assert 2 * 100**-0.5 < exchange_rate(base) < 2 * 60**-0.5
     for steps, has_rate in (([0, 25, 50, 75, 100], True), ([0, 50, 100], False)):
         base.curve = np.array([(100 * step, 1 + 4 * max(step, 1) ** -0.5) for step in steps])
         assert (exchange_rate(base) is not None) == has_rate
@@ -703,17 +703,26 @@ def test_published_table_supports_no_gain(tmp_path, capsys, monkeypatch):
 # ----------------------------------------------------------------------------------------- archives
 
 
+# Of committed tables: what decided nothing, and is left out since
+GONE_COLUMNS = ("p_sign_flip", "low_bca", "high_bca")
+
+
 @pytest.mark.parametrize("study", ("table1", "table1_again", "taper"))
 def test_committed_archives_give_the_committed_tables(study, tmp_path):
-    """Text for text; equal times are means in another order of rounding on another machine."""
+    """Text for text, but for what tables of today leave out; rounding differs by machine."""
     folder = ROOT / "results/cpu" / study
     report.main(
         [f"{folder}/runs.tar.xz", "--baseline=rms", f"--out={tmp_path}", "--pictures=False"]
     )
     for name in ("seeds.csv", "report.csv"):
-        before, after = (re.split(r"[,\n]", (f / name).read_text()) for f in (folder, tmp_path))
+        before, after = (lines_of(table / name) for table in (folder, tmp_path))
+        before = [line for line in before if line.get("metric") != "val_loss_equal_time"]
         for old, new in zip(before, after, strict=True):
-            assert new == old or float(new) == pytest.approx(float(old), rel=1e-6, abs=1e-9)
+            kept = [column for column in old if column not in GONE_COLUMNS]
+            assert [*new] == kept
+            for column in kept:
+                was, now = old[column], new[column]
+                assert now == was or float(now) == pytest.approx(float(was), rel=1e-6, abs=1e-9)
 
 
 def test_an_archive_is_its_folders(tmp_path, capsys):
@@ -799,6 +808,32 @@ def test_what_a_log_says_is_text_in_the_page(tmp_path):
         report.main([str(folder), f"--baseline=rms {text}", f"--out={folder}"])
         pages.append(Elements((folder / "report.html").read_text()).names)
     assert pages[0] == pages[1]
+
+
+def test_what_a_log_says_is_text_in_report_md_and_in_the_terminal(tmp_path, capsys):
+    """Beyond code and escapes nothing of it is left that Markdown or a terminal would obey."""
+    text = "a`b|c <img src=x> ![x](//y) \x1b[31m$\\frac$"
+    start = {"device": text, "git": text, "versions": {"torch": text}}
+    for seed in (8, 9):
+        for norm_type in ("rms", "layer"):
+            write_run(tmp_path, norm_type, seed, arm=f"{norm_type} {text}", start=start, study=text)
+    bad = write_run(tmp_path, "taper", 8, arm=text, start=start, study=text)
+    append(bad, event="resume", step=50, changed=[f"git {text} -> b"])
+    write_run(tmp_path, "peri", 8, arm=f"few {text}", start=start, study=text)
+    report.main([str(tmp_path), f"--baseline=rms {text}"])
+    page, printed = (tmp_path / "report.md").read_text(), capsys.readouterr().out
+    assert "\x1b" not in page + printed
+    assert page.count("img src=x") > 20
+    rest = re.sub(r"(`+).+?\1(?!`)", "", page)
+    assert not {*"<[`"} & {*re.sub(r"\\.", "", rest)}
+    for table in re.findall(r"(?:^\|.*\n)+", page, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+def test_a_name_is_no_formula_in_a_picture(tmp_path):
+    run = write_run(tmp_path, "rms", 8).rename(tmp_path / "$\\frac$")
+    report.main([str(run)])
+    assert (run / "loss.png").exists()
 
 
 DAMAGED = {

@@ -22,7 +22,7 @@ DONE = '{"event": "start", "config": {}}\n{"event": "end", "reason": "done"}\n'
 
 def sweep_of(out: Path, program: str, keep: Path | None = None) -> Sweep:
     command = (sys.executable, "-c", program)
-    job = Job(command=command, common=(), hellaswag="off", out=out, keep=keep, gpus=())
+    job = Job(command=command, common=(), hellaswag="off", out=out, keep=keep, gpus=(), machine="")
     return Sweep(job, [PlannedRun(Arm("rms", ()), 1)], set())
 
 

@@ -16,14 +16,13 @@ restores them.
 """
 
 import errno
-import itertools
 import json
 import math
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,16 +33,24 @@ from torch import nn
 from common.distributed import Ranks, cut, gathered, share
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write
 from common.inputs import check_regular
-from common.old_keys import RETIRED, as_today
+from common.nanogpt import as_ours
 from common.output import replacing
+from common.past import (
+    BEFORE_THE_KEY,
+    RETIRED,
+    as_today,
+    check_retired,
+    check_whole,
+    moments_by_name,
+    name_today,
+)
 from configurator import Overrides
+from data.shards import read_meta
 from model import GPT, GPTConfig
 from norm_plan import foreign_keys
-from training.nanogpt import as_ours
-from training.old_names import name_today
 from training.optim import Optimizer
 
-FORMAT = 2  # in format 1 moments had numbers: moments_by_name
+FORMAT = 2  # in format 1 moments had numbers
 LAST = "ckpt_last.pt"
 BEST = "ckpt_best.pt"
 # What distill.py resumes from. The student is not in it as a model that load.py could make.
@@ -104,7 +111,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read and check what save_checkpoint wrote, or nanoGPT.
 
     Returns:
-        The checkpoint's dict, tensors on the CPU.
+        The checkpoint's dict, tensors on the CPU, keys and names as they are today.
 
     Raises:
         CheckpointError: the file is missing, torn or of another program.
@@ -114,13 +121,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     state = _read_archive(path)
     if isinstance(state, dict) and "model_args" in state:
-        state = as_ours(state, path)
+        state = as_ours(state, path, read_meta)
     check_entries(path, state)
-    if "shards" in state:
-        raise UserError(
-            f"{path}: its tensors are in a folder next to it: merge them first, with commit "
-            f"d806d57 (`python -m training.checkpoint {path.parent}` there)"
-        )
+    check_whole(state, path)
     if state.get("format", 1) not in (1, FORMAT):
         raise UserError(
             f"{path}: checkpoint format {state['format']}, this program reads {FORMAT}: update it"
@@ -128,9 +131,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     name = first_not_finite(state)
     if name:
         raise CheckpointError(f"{path}: {name} is not finite: use another checkpoint")
-    config = state["config"]
-    state["model"] = {name_today(name, config): t for name, t in state["model"].items()}
-    return state
+    config = config_today(state["config"], path)
+    weights = {name_today(name, config): tensor for name, tensor in state["model"].items()}
+    return state | {"config": config, "model": weights}
 
 
 def _read_archive(path: Path) -> Any:
@@ -202,6 +205,7 @@ def check_entries(path: Path, state: Any) -> None:
         "optimizer": _is_dict(moments) and all(_is_plain(t) for _, t in _tensors_in(moments, "")),
         # No loss is lower than NaN: the best checkpoint would never be written again.
         "best_val_loss": isinstance(best, float) and not math.isnan(best),
+        "scaler": "scaler" not in state or _has_loss_scale(state),
     }
     for name, sound in is_sound.items():
         if not sound:
@@ -223,6 +227,19 @@ def _is_config(value: Any) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
+
+
+def _has_loss_scale(state: dict[str, Any]) -> bool:
+    """Has the checkpoint of a float16 run its loss scale? Without it the run would take another."""
+    if not _is_config(state["config"]) or state["config"].get("dtype") != "float16":
+        return True
+    saved = state["scaler"]
+    own = torch.amp.GradScaler("cpu").state_dict()
+    return _is_dict(saved) and saved.keys() == own.keys() and all(map(_is_number, saved.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _are_tensors(value: Any) -> bool:
@@ -329,8 +346,7 @@ def restore(path: Path, saved: dict[str, Any], config: GPTConfig, model: nn.Modu
     Raises:
         CheckpointError: the checkpoint is of another model, or of the other optimiser.
     """
-    # An older run does not say which: it had AdamW.
-    then = saved["config"].get("optimizer", "adamw")
+    then = saved["config"].get("optimizer", BEFORE_THE_KEY["optimizer"])
     if then != config.optimizer:
         raise CheckpointError(
             f"{path} has the state of optimizer={then}, this run has {config.optimizer}: add "
@@ -401,38 +417,6 @@ def load_moments(
         )
 
 
-def moments_by_name(
-    saved: dict[str, Any],
-    names: list[str],
-    parameters: dict[str, nn.Parameter],
-    optimizer: Optimizer,
-) -> Moments:
-    """Give the moments of format 1, which have numbers, the names of their parameters.
-
-    AdamW numbered the parameters that decay, then the others. Muon had a list of momenta. Both were
-    in the order that the model had then, which need not be today's.
-
-    Args:
-        saved: the checkpoint's `optimizer`.
-        names: those in its `model`, in their order there, as they are called today.
-        parameters, optimizer: see load_moments.
-    """
-    groups = []  # names for each group of the optimiser; those of buffers are in none
-    for group in optimizer.param_groups:
-        members = set(group["params"])
-        groups.append([name for name in names if parameters.get(name) in members])
-    found = {}
-    if "momenta" in saved:
-        momenta = list(saved["momenta"])
-        for name in groups.pop(0):
-            found[name] = {key: momenta.pop(0) for key in optimizer.state[parameters[name]]}
-        saved = saved["adamw"]
-    if [len(group["params"]) for group in saved["param_groups"]] != list(map(len, groups)):
-        raise ValueError("groups of other parameters")
-    by_index = list(itertools.chain(*groups))
-    return found | {by_index[index]: moments for index, moments in saved["state"].items()}
-
-
 # ----------------------------------------------------------------------------- models and weights
 
 
@@ -451,8 +435,20 @@ def saved_model(path: Path, state: dict[str, Any]) -> GPT:
     return model
 
 
+def config_today(saved: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the config that the file `path` has, with the keys and values of today.
+
+    Raises:
+        UserError: it names a norm file. No other checkpoint may take its place.
+    """
+    try:
+        return as_today(saved)
+    except ConfigError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
 def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
-    """Take the model's keys from a saved config.
+    """Take the model's keys from a saved config, of config_today.
 
     Keys that an older config lacks have their defaults, and so have those of other norm types. An
     older config without norm_type is of type layer.
@@ -462,7 +458,6 @@ def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
     """
     overrides = Overrides(GPTConfig)
     try:
-        saved = as_today(saved)
         foreign = foreign_keys(saved.get("norm_type", GPTConfig.norm_type))
         for field in fields(GPTConfig):
             if field.name in saved and field.name not in foreign:
@@ -473,24 +468,6 @@ def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
     # The other keys that are gone do not change what the model computes.
     check_retired(saved, config, path, ("qk_gain", "v_norm"))
     return config
-
-
-def check_retired(
-    saved: dict[str, Any], config: GPTConfig, path: Path, names: Iterable[str]
-) -> None:
-    """Check that no key that is gone had a value which `config` cannot have.
-
-    Raises:
-        CheckpointError: names the key.
-    """
-    meant = {"v_norm": config.has_v_norm, "decay_gains": config.decays_gains}
-    for name in names:
-        value = as_today(saved).get(name)
-        if value not in (None, RETIRED[name], meant.get(name)):
-            raise CheckpointError(
-                f"{path}: {name}={value!r} in its config, a key that is gone: use commit d806d57, "
-                "which has it, or another checkpoint"
-            )
 
 
 def check_same_model(
@@ -538,16 +515,17 @@ def load_weights(
     own = model.state_dict()
     weights = {name: cut(tensor, own.get(name)) for name, tensor in weights.items()}
     for name, tensor in weights.items():
-        if name in own and own[name].shape != tensor.shape:
+        if name not in own:
+            continue
+        if own[name].shape != tensor.shape:
+            hint = ""
+            if free and name == "wte.weight":
+                hint = ": tokenise the data with its tokenizer"
             raise CheckpointError(
                 f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here"
-                + (
-                    ": tokenise the data with its tokenizer"
-                    if free and name == "wte.weight"
-                    else ""
-                )
+                f"{hint}"
             )
-        if name in own and own[name].is_floating_point() != tensor.is_floating_point():
+        if own[name].is_floating_point() != tensor.is_floating_point():
             raise CheckpointError(
                 f"{path}: {name} is {tensor.dtype} there, {own[name].dtype} here: "
                 "use another checkpoint"

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from common.auto import AUTO, by_device, device_kind
 from common.distributed import Ranks
 from common.environment import cpuinfo
-from common.errors import ConfigError
-from common.old_keys import AUTO, by_device, chosen_then, device_kind
-from data.shards import GPT2
+from common.errors import CheckpointError, ConfigError
+from common.nanogpt import GPT2, ROWS
+from configurator import Overrides
 from training.checkpoint import FoundCheckpoint
 
 # bfloat16 pays from this many channels on, and this many tokens times channels in a pass. Small
@@ -42,11 +43,15 @@ def resolve(config: Any, found: FoundCheckpoint | None, ranks: Ranks) -> tuple[A
 
     Returns:
         The config, and what was chosen, as one line for people; "" if nothing was left open.
+
+    Raises:
+        CheckpointError: the run that is resumed has chosen what does not exist.
     """
     device = ranks.device
     place = "" if found is None else found.provenance.get("device", device.type)
     if found is not None and device_kind(place) == device.type:
-        chosen = open_keys(config, chosen_then(found.state["config"], place))
+        chosen = open_keys(config, found.state["config"])
+        check_chosen(config, chosen, found.path)
         origin = "as when the run began"
     else:
         chosen = choose(config, device)
@@ -55,6 +60,16 @@ def resolve(config: Any, found: FoundCheckpoint | None, ranks: Ranks) -> tuple[A
     chosen = ranks.of_main(chosen)
     listed = ", ".join(f"{key}={value}" for key, value in chosen.items())
     return dataclasses.replace(config, **chosen), f"{listed}: {origin}" if chosen else ""
+
+
+def check_chosen(config: Any, chosen: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError for a value, of the checkpoint `path`, that its key cannot have."""
+    overrides = Overrides(type(config))
+    try:
+        for name, value in chosen.items():
+            overrides.set(name, value, "its config")
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}: use another checkpoint") from None
 
 
 def with_vocabulary(config: Any, meta: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -74,8 +89,8 @@ def with_vocabulary(config: Any, meta: dict[str, Any]) -> tuple[Any, dict[str, A
         raise ConfigError(
             f"n_vocab={config.n_vocab}: the data's vocabulary has {n_tokens} tokens: leave it at 0"
         )
-    if is_nanogpt:  # as there, rows beyond the tokens take part in the loss
-        return dataclasses.replace(config, vocab_size=50304), GPT2
+    if is_nanogpt:
+        return dataclasses.replace(config, vocab_size=ROWS), GPT2
     # Up to a multiple of 64, where the head's product uses the GPU's matrix units best. Rows beyond
     # n_vocab take no part in the loss.
     rows = config.vocab_size or math.ceil(n_tokens / 64) * 64

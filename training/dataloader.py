@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor
 from common.errors import DataError
 from common.fingerprint import fingerprint
 from configurator import key
-from data.shards import Shards, find_shards
+from data.shards import Shards, find_shards, read_meta
+from training.choices import with_vocabulary
 
 # Tokens. Splits up to this size are checked whole at the start, which takes about 0.1 s.
 SCAN_LIMIT = 1 << 28
@@ -116,6 +117,40 @@ class Blocks:
         padding = (0, 0, 0, missing)
         x, y = F.pad(x, padding), F.pad(y, padding, value=-1)
         return (x.pin_memory(), y.pin_memory()) if pin else (x, y)
+
+
+class Data(NamedTuple):
+    """The data of a run."""
+
+    train: Blocks
+    val: Blocks
+    meta: dict[str, Any]  # meta.json, which names the tokenizer
+    note: str  # what they do not say, and what they are taken for; "" for nothing
+
+    def fingerprint(self) -> str:
+        """Name the tokens of both splits."""
+        return f"{self.train.fingerprint()} {self.val.fingerprint()}"
+
+
+def open_data(config: Any) -> tuple[Any, Data]:
+    """Open the data of a run. Returns its TrainConfig with their vocabulary, and the data.
+
+    Raises:
+        ConfigError: the config gives fewer tokens than the data have.
+        DataError: as Blocks.
+    """
+    found = read_meta(config.data_dir)
+    config, meta = with_vocabulary(config, found)
+    note = ""
+    if meta != found:
+        note = (
+            f"{config.data_dir} has no meta.json and no meta.pkl: its tokens are taken for GPT-2's"
+        )
+    # The embedding may have more rows than there are tokens. An id beyond n_vocab is an error.
+    n_vocab = meta.get("vocab_size") or config.n_vocab or config.vocab_size
+    train = Blocks(config.data_dir, "train", config.block_size, n_vocab)
+    val = Blocks(config.data_dir, "val", config.block_size, n_vocab)
+    return config, Data(train, val, meta, note)
 
 
 def read_ahead(read: Callable[[Item], Batch], items: Iterable[Item]) -> Iterator[Batch]:

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from common.distributed import Ranks
 from common.errors import DataError
 from configurator import key
-from data.tokenizers import decode, document_edge, load_tokenizer, token_bytes
+from data.tokenizers import (
+    Edges,
+    decode,
+    document_begins,
+    document_edges,
+    load_tokenizer,
+    token_bytes,
+)
 from model import GPT
 from taper import tapers
 from training.dataloader import Batch, Blocks, bytes_per_token, eval_batches, read_ahead
@@ -167,9 +174,9 @@ class Evaluator:
     def log_split_loss(self, model: GPT, log: RunLog, step: int) -> None:
         """Measure the loss over the whole val split, document by document, and log it."""
         # Without a tokenizer nothing says where documents begin.
-        edge, is_end = document_edge(self.tokenizer)
+        edges = document_edges(self.tokenizer)
         tokens, nats = split_loss(
-            model, self.blocks, edge, self.config.batch_size, self.ranks, self.autocast, is_end
+            model, self.blocks, edges, self.config.batch_size, self.ranks, self.autocast
         )
         record = split_record(tokens, nats)
         log.event("val_full", step=step, **record)
@@ -223,11 +230,10 @@ def split_record(tokens: np.ndarray, nats: np.ndarray) -> dict[str, Any]:
 def split_loss(
     model: GPT,
     blocks: Blocks,
-    edge: int | None,
+    edges: Edges,
     batch_size: int,
     ranks: Ranks,
     autocast: Callable,
-    is_end: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute the loss of every target of a split once, with the context of its own window.
 
@@ -237,12 +243,10 @@ def split_loss(
     Args:
         model: not compiled. Its mode of training is restored.
         blocks: the split.
-        edge: id of the token with which each document begins; None: unknown, so that the split
-            counts as one document.
+        edges: what tells documents apart; without any the split counts as one document.
         batch_size: windows at once; fewer if their logits would be too many.
         ranks: this process and the others.
         autocast: Precision.autocast.
-        is_end: each document ends with `edge` instead.
 
     Returns:
         One entry for each document that has a target: the number of its targets, int64, and the sum
@@ -251,13 +255,11 @@ def split_loss(
     length = blocks.block_size
     rows = max(1, min(batch_size, LOGITS_BYTES // (4 * length * model.n_vocab)))
     windows = []  # (number of the shard, place of the first token, place of the shard in the split)
-    begins = [np.zeros(0, int)]  # places in the split where documents begin
     offset = 0
     for number, shard in enumerate(blocks.shards):
         windows += [(number, start, offset) for start in range(0, len(shard) - 1, length)]
-        begins.append(offset + np.flatnonzero(shard == edge) + is_end)
         offset += len(shard)
-    begun = torch.from_numpy(np.concatenate(begins))
+    begun = torch.from_numpy(document_begins(blocks.shards, edges))
     # Tokens and nats; the text before the first document is number 0.
     totals = torch.zeros(2, len(begun) + 1, dtype=torch.float64)
     with evaluating(model):

@@ -21,8 +21,8 @@ from common.environment import DTYPES, environment, is_same_code
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write
 from common.fingerprint import data_difference
 from common.lock import FolderLock
-from common.old_keys import as_today, chosen_then
 from common.output import RUN_CONFIG, check_replaceable, read_json, write_bytes_atomically
+from common.past import chosen_then
 from configurator import key
 from model import GPT
 from training.checkpoint import BEST, FoundCheckpoint, find_checkpoint, save_checkpoint
@@ -160,13 +160,17 @@ class RunFolder:
             resume: auto, never, or a checkpoint's path.
             names: of checkpoints in this folder, the latest first.
         """
-        self.found = self.ranks.together(lambda: find_checkpoint(self.path, resume, names))
+        found = self.ranks.together(lambda: find_checkpoint(self.path, resume, names))
         # -1 for no checkpoint: on that, too, the ranks must agree.
-        step = -1 if self.found is None else self.found.state["step"]
+        step = -1 if found is None else found.state["step"]
         self.ranks.check_same(
             step, f"ranks found different checkpoints in {self.path}: it must be a shared folder"
         )
-        return self.found
+        if found is not None:
+            device = found.provenance.get("device", self.ranks.device.type)
+            found.state["config"] = chosen_then(found.state["config"], device)
+        self.found = found
+        return found
 
     def end_of(self, max_iters: int) -> dict[str, Any] | None:
         """Return the `end` event of a run that has finished, {} if its log is elsewhere.
@@ -209,10 +213,7 @@ class RunFolder:
     def changed_keys(self, config: RunKeys, free: Set[str] = frozenset()) -> list[str]:
         """List how the keys of `config`, but for `free` ones, differ from the run before."""
         asked = {name: value for name, value in asdict(config).items() if name not in free}
-        then = self.found.provenance
-        # What that run took for keys that are at auto.
-        before = chosen_then(self.found.state["config"], then.get("device", self.ranks.device.type))
-        return changed_keys(before, asked, then)
+        return changed_keys(self.found.state["config"], asked, self.found.provenance)
 
     def compare(self, config: RunKeys, data: str, remedy: str) -> None:
         """Describe where this run trains, and list what has changed since the checkpoint found.
@@ -320,7 +321,7 @@ def changed_keys(then: dict[str, Any], now: dict[str, Any], saved: dict[str, Any
     device, which are compared instead.
     """
     # Through JSON, so that a tuple equals a list of the same numbers.
-    then = json.loads(json.dumps(as_today(then)))
+    then = json.loads(json.dumps(then))
     now = json.loads(json.dumps(now))
     compared = {"data_dir": "data", "device": "device"}
     names = [name for name in sorted(now.keys() & then.keys()) if now[name] != then[name]]

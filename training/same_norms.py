@@ -16,16 +16,20 @@ Pair = tuple[Norm | None, Norm | None]
 
 def is_same_function(source: GPT, model: GPT) -> bool:
     """Do the norms of two models compute the same, up to rounding? The rest is the same."""
-    weights = [[_residual_weight(place) for place in gpt.places()] for gpt in (source, model)]
-    are_centered = [gpt.plan.type.embed is not None for gpt in (source, model)]
-    on_the_stream = all(_are_alike(pair, *are_centered) for pair in _stream_norms(source, model))
-    elsewhere = all(_are_alike(pair) for pair in _other_norms(source, model))
-    return weights[0] == weights[1] and on_the_stream and elsewhere
+    if _residual_weights(source) != _residual_weights(model):
+        return False
+    # Is the stream of each centred (cbwc)?
+    was_centered = source.plan.type.embed is not None
+    is_centered = model.plan.type.embed is not None
+    for old, new in _stream_norms(source, model):
+        if not _are_alike(old, new, was_centered, is_centered):
+            return False
+    return all(_are_alike(old, new) for old, new in _other_norms(source, model))
 
 
-def _residual_weight(place: torch.nn.Module) -> float | None:
-    """Return the weight of the stream where its normalised sum replaces it; None elsewhere."""
-    return place.residual_weight if place.replaces else None
+def _residual_weights(gpt: GPT) -> list[float | None]:
+    """List the weights of the stream where its normalised sum replaces it; None elsewhere."""
+    return [place.residual_weight if place.replaces else None for place in gpt.places()]
 
 
 def _stream_norms(source: GPT, model: GPT) -> Iterator[Pair]:
@@ -39,23 +43,29 @@ def _other_norms(source: GPT, model: GPT) -> Iterator[Pair]:
     """Yield the norms of sublayers' outputs, of the embeddings and within attention, in pairs."""
     for old, new in zip(source.places(), model.places(), strict=True):
         yield old.output, new.output
-    yield source.norm_e and source.norm_e.norm, model.norm_e and model.norm_e.norm
+    yield _norm_of_embeddings(source), _norm_of_embeddings(model)
     for old, new in zip(source.blocks, model.blocks, strict=True):
         for name in ("q_norm", "k_norm", "v_norm"):
             yield getattr(old.attn, name), getattr(new.attn, name)
 
 
-def _are_alike(pair: Pair, *are_centered: bool) -> bool:
+def _norm_of_embeddings(gpt: GPT) -> Norm | None:
+    return None if gpt.norm_e is None else gpt.norm_e.norm
+
+
+def _are_alike(
+    old: Norm | None, new: Norm | None, was_centered: bool = False, is_centered: bool = False
+) -> bool:
     """Do two norms compute the same?
 
     Args:
-        pair: the norms.
-        are_centered: for each, is what it reads centred (cbwc)? By default it is not.
+        old, new: the norms, None where there is none.
+        was_centered, is_centered: for each, is what it reads centred (cbwc)?
     """
-    if None in pair:
-        return pair == (None, None)
-    old, new = (_at_the_start(norm) for norm in pair)
-    if _formula(old, *are_centered[:1]) != _formula(new, *are_centered[1:]):
+    if old is None or new is None:
+        return old is new
+    old, new = _at_the_start(old), _at_the_start(new)
+    if _formula(old, was_centered) != _formula(new, is_centered):
         return False
     return all(
         torch.allclose(a, b, rtol=1e-5, atol=0) for a, b in zip(_map(old), _map(new), strict=True)
@@ -81,9 +91,9 @@ def _formula(norm: Norm, is_centered: bool = False) -> tuple[type | int | float,
     if isinstance(norm, GatedNorm):
         return (GatedNorm, norm.factor)
     if type(norm) is RMSNorm:  # a subclass is another formula
-        # On a centred stream it is LayerNorm.
-        is_layer = is_centered and norm.is_whole
-        return (LayerNorm,) if is_layer else (RMSNorm, norm.groups, norm.counted)
+        if is_centered and norm.is_whole:  # on a centred stream it is LayerNorm
+            return (LayerNorm,)
+        return (RMSNorm, norm.groups, norm.counted)
     return (type(norm),)
 
 

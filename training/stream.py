@@ -74,8 +74,8 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
     """Statistics on tokens idx (B, T), dropout off; of the output too, if there are targets (B, T).
     Under FSDP all ranks must call it.
     """
-    rows: list[tuple[Tensor, ...]] = []
-    output: list[float] = []
+    figures: dict[str, list[Tensor]] = {"rms": [], "drift": [], "spread": [], "mean_share": []}
+    output: dict[str, float] = {}
 
     def note(place: Place, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
         # h (B, T, C) is the stream with delta added, `used` the statistic that the norm used.
@@ -84,13 +84,16 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
         log_ratio = place.norm.log_drift(h, used)
         rms = h.double().square().mean().sqrt()
         mean = h.double().mean(-1).square().mean().sqrt()
-        drift = log_ratio.mean().exp()
-        rows.append((rms, drift, log_ratio.std(correction=0), mean / rms))
+        figures["rms"].append(rms)
+        figures["drift"].append(log_ratio.mean().exp())
+        figures["spread"].append(log_ratio.std(correction=0))
+        figures["mean_share"].append(mean / rms)
         # within forward, where FSDP has the head gathered
         if place is model.norm_f and targets is not None:
             x, delta, _ = inputs
             stream = place.sum(x, delta) if place.replaces else h
-            output.extend(output_statistics(model, stream, used, targets))
+            length, gradient = output_statistics(model, stream, used, targets)
+            output.update(logit_norm=length, radial_gradient=gradient)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(evaluating(model))
@@ -98,7 +101,8 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
             stack.enter_context(place.register_forward_hook(note))
         # with targets, as in training: FSDP's hooks run, and no whole logits are made
         model(idx, idx)
-    return RMSStats(*(torch.stack(column).cpu() for column in zip(*rows, strict=True)), *output)
+    of_positions = {name: torch.stack(column).cpu() for name, column in figures.items()}
+    return RMSStats(**of_positions, **output)
 
 
 def output_statistics(

@@ -16,11 +16,12 @@ import torch
 from helpers import FORKS, ROOT, json_lines
 
 import norm_plan
-from bench import bytes, cuda_codegen
-from bench.bytes import launches
+from bench import bytes
 from common.errors import UserError
 from kernels.cross_entropy import cross_entropy
 from model import FOLD_PAYS, GPT, GPTConfig
+from study import cuda_codegen
+from study.traffic import launches, total
 
 TOKENS = 65536
 # one worker computes the figures, none waits for them
@@ -248,7 +249,7 @@ def test_a_real_step_has_the_kernels_and_bytes_that_are_counted(arm):
             step()
             torch.cuda.synchronize()
         found = [launch for code in sources for launch in launches(code, *idx.shape)]
-        moved[blocks] = bytes.total([launch for launch in found if launch.is_of_norms(768)])
+        moved[blocks] = total([launch for launch in found if launch.is_of_norms(768)])
         ran = collections.Counter(event.name for event in trace.events())
         generated = {name: times for name, times in ran.items() if name.startswith("triton_")}
         assert generated == collections.Counter(

@@ -39,7 +39,7 @@ def complaint(train_fails, tiny_data, tmp_path):
         ("--weight_decay=-1", ["weight_decay"]),
         ("--n_vocab=10", ["n_vocab=10", "60"]),
         ("--position=rope --rope_theta=0", ["rope_theta"]),
-        ("--n_embd=99999999999999999999998", ["n_embd", "GB of memory"]),
+        ("--n_embd=999999999999999998", ["n_embd", "GB of memory"]),
         ("--vocab_size=50", ["vocab_size=50", "60"]),
         ("--out_dir=", ["out_dir is empty"]),
         ("--n_layer=100000000", ["n_layer", "GB of memory"]),

@@ -3,7 +3,6 @@
 python -m pytest tests/common/test_stats.py
 """
 
-import math
 from dataclasses import astuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from common.stats import (
     NO_DIFFERENCE,
     WITHIN,
     Estimate,
-    bca_interval,
     clustered,
     crossed,
     decide,
@@ -30,7 +28,6 @@ from common.stats import (
     power_of_t,
     power_of_tost,
     seeds_needed,
-    sign_flip_p,
     welch,
 )
 
@@ -67,29 +64,6 @@ def test_welch_is_scipys_test_on_samples():
         (reference.pvalue, reference.df), rel=1e-12
     )
     assert estimate.mean / estimate.se == pytest.approx(reference.statistic, rel=1e-12)
-
-
-def test_sign_flip_is_scipys_permutation_test():
-    reference = scipy_stats.permutation_test(
-        (SAMPLE,), np.mean, permutation_type="samples", n_resamples=np.inf
-    )
-    assert sign_flip_p(SAMPLE) == pytest.approx(reference.pvalue, rel=1e-12)
-    assert sign_flip_p(np.ones(8)) == 2 / 2**8  # only all + and all - are as extreme
-    assert sign_flip_p(np.zeros(8)) == 1.0
-    many = 0.15 + draws(2, 60)
-    assert sign_flip_p(many) == pytest.approx(scipy_stats.ttest_1samp(many, 0).pvalue, abs=0.02)
-
-
-def test_bootstrap_covers_the_mean():
-    """Its 95 % intervals hold the mean of a skewed distribution about as often as 20 values allow;
-    without a spread, or with too few values, there is none.
-    """
-    samples = np.random.RandomState(0).exponential(1.0, (80, 20))
-    covered = np.mean([low < 1.0 < high for low, high in map(bca_interval, samples)])
-    assert 0.84 < covered < 0.99
-    assert all(
-        math.isnan(bound) for sample in (np.ones(5), SAMPLE[:3]) for bound in bca_interval(sample)
-    )
 
 
 def test_holm():

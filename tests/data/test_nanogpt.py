@@ -215,13 +215,16 @@ def test_a_config_file_is_translated(tmp_path, capsys):
         max_iters=5000,
     )
     assert "dataset is data_dir=data/shakespeare_char" in capsys.readouterr().err
-    for word, ours in (
+    for words, ours in (
         ("--wandb_log=True", {"tracker": "wandb"}),
         ("--decay_lr=False", {"lr_schedule": "constant", "warmup_iters": 0}),
         ("--init_from=resume", {"resume": "out-shakespeare-char/ckpt_last.pt"}),
+        # what comes later wins, and leaves nothing of what came before
+        ("--init_from=resume --init_from=gpt2", {"resume": "auto", "init_from": "gpt2"}),
         ("--data_dir=data/mine", {"data_dir": "data/mine"}),
+        ("--data_dir=data/mine --dataset=more", {"data_dir": "data/more"}),
     ):
-        config, _ = parse_args(TrainConfig, [str(file), "--lr_decay_iters=5000", word])
+        config, _ = parse_args(TrainConfig, [str(file), "--lr_decay_iters=5000", *words.split()])
         assert {name: getattr(config, name) for name in ours} == ours
 
 

@@ -174,7 +174,9 @@ def test_a_hugging_face_tokenizer(tmp_path, has_bos):
     model = folder_of_tokenizer(tmp_path / "model", has_bos)
     texts = ["one", "two " * 9000]
     run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), f"--tokenizer={model}")
-    assert read_meta(tmp_path / "out") == {"tokenizer": "hf", "path": str(model), "vocab_size": 5}
+    meta = read_meta(tmp_path / "out")
+    assert len(meta.pop("checksum")) == 64
+    assert meta == {"tokenizer": "hf", "path": str(model), "vocab_size": 5}
     first = 4 if has_bos else 3
     assert tokens_of(tmp_path / "out").tolist() == [first, 0, first, *[1] * 9000]
 
@@ -403,6 +405,14 @@ def test_a_tokenizer_that_has_changed_is_refused(tmp_path, name):
     with pytest.raises(DataError, match=r"other settings \(tokenizer files\)"):
         run(tmp_path / "out", *words)
     assert contents(tmp_path / "out") == before
+    # Nor does a model that was trained on them read or write text with it.
+    meta = read_meta(tmp_path / "out")
+    with pytest.raises(DataError, match="has changed since the data were prepared"):
+        load_tokenizer(meta)
+    # What decides about no id may change.
+    if name == "tokenizer_config.json":
+        (model / name).write_text('{"chat_template": "other"}')
+        load_tokenizer(meta)
 
 
 def test_shards_of_others_and_a_damaged_progress_file_are_refused(tmp_path):

@@ -15,7 +15,6 @@ from decode_models import NORMS, definition, distance, make, prompt
 from helpers import ROOT, json_lines
 from torch._inductor import decomposition
 
-from bench import cuda_codegen
 from bench_decode import DecodeBenchConfig, run_ledger
 from common.errors import ConfigError, UserError
 from decode.arms import ARMS, OWN, arms_of, check_arm, exact_logits, find_arms, with_norms
@@ -26,6 +25,7 @@ from hf.config import shape_config
 from model import GPT, GPTConfig
 from norm_types import NORM_TYPES
 from norms import NoNorm, Norm, Place
+from study import cuda_codegen
 
 PER_BLOCK = {
     "rms": (9, 2),

@@ -252,6 +252,53 @@ def test_an_export_ends_texts_as_its_tokenizer_does(beside, tmp_path):
     assert found.config.pad_token_id == (8 if beside == "its own config" else 7)
 
 
+@needs_transformers
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
+        {"tokenizer_class": "LlamaTokenizer"},
+        {"tokenizer_class": "Qwen2Tokenizer"},
+        None,  # no file
+    ],
+)
+def test_an_export_reads_text_as_its_tokenizer_json_says(settings, tmp_path):
+    """Whatever class is named: transformers would build parts of it in another way."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    letters = ["<unk>", "[X]", *"abcdefgh0123456789", "\u0120"]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(letters)}, [], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.TemplateProcessing("$A [X]", special_tokens=[("[X]", 1)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    if settings:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = GPT(replace(ROTARY, n_layer=1, n_vocab=len(letters), vocab_size=len(letters)))
+    model.meta = {"tokenizer": "hf", "path": str(tmp_path), "vocab_size": len(letters)}
+    out = weights.export_hf(model, tmp_path / "out")
+    found = transformers.AutoTokenizer.from_pretrained(out)
+    for text in ("abc 12", " a  b", "zz9", ""):
+        assert found(text)["input_ids"] == made.encode(text).ids
+    # What ends each text of the data ends a generated one.
+    assert found.eos_token_id == auto(out).generation_config.eos_token_id == 1
+
+
+def test_an_export_has_no_tokenizer_that_has_changed(tmp_path):
+    """Since the data of its model were prepared: tokens would mean other texts."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(9)}, unk_token="w0")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    model = GPT(replace(ROTARY, n_layer=1))
+    model.meta = {"tokenizer": "hf", "path": str(tmp_path), "vocab_size": 9}
+    model.meta["checksum"] = load_tokenizer(model.meta).checksum
+    assert (weights.export_hf(model, tmp_path / "a") / "tokenizer.json").exists()
+    edit_json(tmp_path / "tokenizer.json", added_tokens=[])
+    with pytest.warns(UserWarning, match="no tokenizer: .* has changed"):
+        folder = weights.export_hf(model, tmp_path / "b")
+    assert not (folder / "tokenizer.json").exists()
+
+
 def test_an_export_copies_only_the_models_own_files(tmp_path):
     """Whatever links are in the folder, here of the hub's cache: it will be uploaded."""
     folder = weights.export_hf(GPT(GPT2_SHAPE), tmp_path / "m/snapshots/c0ffee").resolve()

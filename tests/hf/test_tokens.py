@@ -173,7 +173,7 @@ def test_documents_are_kept_apart(template, before, tmp_path):
     end = ids("<eos>") if template.endswith("<eos>") else []
     expected = [[*ids(before), *ids(text), *end] for text in texts]
     if template:
-        expected[2] = ids(texts[2])
+        expected[2] = [*ids(texts[2]), *end]
     config = SimpleNamespace(dataset="", split="train", seed=0)
     packed = torch.cat(list(open_stream(config, meta, 67, 1, str(path)))).tolist()
     assert packed == [token for document in expected for token in document] and len(packed) > 25
@@ -198,6 +198,67 @@ def test_a_text_without_context_has_no_likelihood_without_bos_and_eos():
     for pair, named in ((("", "text"), "'text'"), (("tex", ""), "'tex'")):
         with pytest.raises(DataError, match=named):
             encode_pairs(characters, [pair], 16)
+
+
+def words_of(folder, template="", ids=(0, 1, 2, 3, 4), **settings):
+    """The tokenizer of a folder whose files are written by hand: five words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = dict(zip(("<bos>", "<eos>", "a", "b", "c"), ids, strict=True))
+    made = Tokenizer(models.WordLevel(words, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if template:
+        special = [(name, words[name]) for name in ("<bos>", "<eos>")]
+        made.post_processor = processors.TemplateProcessing(template, special_tokens=special)
+    made.save(str(folder / "tokenizer.json"))
+    for name, content in settings.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return load_tokenizer({"tokenizer": "hf", "path": str(folder)})
+
+
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+SWAPPED = {"bos_token": "<eos>", "eos_token": {"content": "<bos>"}}
+
+
+@pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {"2": {"content": "a"}}}])
+def test_which_file_names_bos_and_eos(more, tmp_path):
+    files = {"tokenizer_config": CONFIG | more, "special_tokens_map": SWAPPED}
+    ours = words_of(tmp_path, **files).special
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours == {"bos_token_id": theirs.bos_token_id, "eos_token_id": theirs.eos_token_id}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"eos_token": "</s>"},
+        {"bos_token": {"content": "</s>"}},
+        {"added_tokens_decoder": {"5": {"content": "</s>"}}},
+    ],
+)
+def test_a_named_token_without_an_id_is_refused(more, tmp_path):
+    """transformers would give it one."""
+    with pytest.raises(DataError, match=r"names '</s>', which its tokenizer\.json does not have"):
+        words_of(tmp_path, tokenizer_config=CONFIG | more)
+
+
+def test_ids_may_have_gaps(tmp_path):
+    assert words_of(tmp_path, ids=(0, 1, 5, 7, 90)).n_vocab == 91
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "ids"),
+    [
+        ("$A <eos>", "<bos> a", [0, 2, 1]),
+        ("<bos> $A <eos>", "<bos> a", [0, 2, 1]),
+        ("<bos> $A <eos>", "a", [0, 2, 1]),
+        ("<bos> $A", "<bos> a", [0, 2]),
+    ],
+)
+def test_a_text_with_bos_in_writing_has_one_and_its_eos(template, text, ids, tmp_path):
+    ours = words_of(tmp_path, template, tokenizer_config=CONFIG)
+    assert ours.encode_ordinary(text) == ids
+    assert ours.encode_open(text) == [id for id in ids if id != 1]
 
 
 def test_a_pipe_is_refused_before_it_is_opened(tmp_path):

@@ -207,6 +207,7 @@ def test_what_this_program_does_not_read_is_refused(change, word, state, tmp_pat
         ),
         (("optimizer",), [], "`optimizer` is damaged"),
         (("best_val_loss",), math.nan, "`best_val_loss` is damaged"),
+        (("config", "dtype"), "float16", "`scaler` is damaged"),  # it is empty
         (("model", WEIGHT), lambda weight: weight * math.nan, f"{WEIGHT} is not finite"),
         (
             ("optimizer", WEIGHT, "exp_avg"),
@@ -233,6 +234,14 @@ def test_a_damaged_entry_is_named(state, tmp_path, place, value, part):
         (("config", "n_layer"), 3, "blocks.2.attn.proj.bias is missing"),
         (("config", "vocab_size"), 128, "wte.weight is (64, 32) there, (128, 32) here"),
         (("config", "n_layer"), "2", "n_layer must be int"),
+        *(
+            (
+                ("config", name),
+                lambda _: 10**400,
+                f"{name} must be int, got an integer of more than 64 bits",
+            )
+            for name in ("n_layer", "vocab_size", "coupled_first")
+        ),
         # A table of positions that this machine cannot hold
         (("config",), lambda config: config | {"position": "rope", "block_size": 1 << 34}, "GB"),
         (("config", "norm_plan"), "R" * 100_000, "need 5 letters"),
@@ -264,6 +273,8 @@ def test_config_and_weights_that_do_not_fit(state, tmp_path, place, value, part)
         (("optimizer", WEIGHT, "exp_avg"), lambda old: old.int(), "the state of its optimizer"),
         (("format",), 1, "the state of its optimizer"),
         (("scaler",), MISSING, "holds weights only"),
+        (("config", "dtype"), "float17", "its config: dtype is one of"),
+        (("config", "dtype"), 32, "its config: dtype must be str"),
     ],
 )
 def test_nothing_is_lost_in_a_resume(state, tmp_path, tiny_data, place, value, part):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers import ROOT, TINY, apart, events, losses, records, same_weights
 
-from common.old_keys import AUTO, chosen_then
+from common.auto import AUTO
+from common.past import chosen_then
 from configurator import parse_args
 from norm_types import NORM_TYPES
 from train import TrainConfig

@@ -17,6 +17,7 @@ from helpers import TINY, events, shake
 from common.distributed import Ranks
 from data import prepare
 from data.shards import read_meta, write_shard
+from data.tokenizers import Edges, document_begins
 from model import GPT, GPTConfig
 from training import evaluation
 from training.dataloader import Blocks
@@ -60,7 +61,7 @@ def test_every_token_counts_once(shards, batch_size, monkeypatch):
     model = shake(GPT(SHAPE).double())
     blocks = Blocks(folder, "val", 8, 11)
     words = (batch_size, Ranks.start("cpu", 1), contextlib.nullcontext)
-    tokens_of, nats = split_loss(model, blocks, END, *words)
+    tokens_of, nats = split_loss(model, blocks, Edges(END, None), *words)
     expected = by_loop(model.eval(), tokens)
     assert tokens_of.tolist() == [count for count, _ in expected.values()]
     assert nats == pytest.approx([nats for _, nats in expected.values()], abs=1e-12)
@@ -68,12 +69,33 @@ def test_every_token_counts_once(shards, batch_size, monkeypatch):
     record = split_record(tokens_of, nats)
     assert record["document_nats"] == nats.tolist() and record["tokens"] == 62
     # Without documents it is one, and of too many the record has the mean alone.
-    whole = split_loss(model, blocks, None, *words)
+    whole = split_loss(model, blocks, Edges(None, None), *words)
     monkeypatch.setattr(evaluation, "MAX_DOCUMENTS", 0)
     assert split_record(*whole) == {"tokens": 62, "val_loss_full": pytest.approx(nats.sum() / 62)}
 
 
-@pytest.mark.parametrize("template", ["<bos> $A", "$A <eos>", "<bos> $A <eos>", ""])
+@pytest.mark.parametrize(
+    ("edges", "places"),
+    [
+        (Edges(1, None), [0, 3, 6, 9]),
+        (Edges(1, 2), [0, 3, 6, 9]),
+        (Edges(None, 2), [3, 6, 9, 12]),
+        (Edges(7, 7), [6, 9]),  # the second of two
+        (Edges(None, None), []),
+    ],
+)
+def test_where_documents_begin_does_not_depend_on_the_shards(edges, places):
+    tokens = np.array([1, 5, 2] * 4, np.uint16)
+    if edges.begin == 7:
+        tokens = np.array([7, 4, 5, 4, 5, 7, 7, 4, 7, 7, 5, 7], np.uint16)
+    for length in range(1, 13):
+        shards = [tokens[start : start + length] for start in range(0, 12, length)]
+        assert document_begins(shards, edges).tolist() == places
+
+
+@pytest.mark.parametrize(
+    "template", ["<bos> $A", "$A <eos>", "<bos> $A <eos>", "<eos> $A <eos>", ""]
+)
 def test_documents_of_a_tokenizer_of_your_own(template, tmp_path):
     """The whole split of data that its template has prepared: each document counts once."""
     tokenizers = pytest.importorskip("tokenizers")

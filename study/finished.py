@@ -1,0 +1,115 @@
+"""The finished runs of a study: in run folders, or in archives that were made of these.
+
+OUT/rates/ARM+learning_rate=RATE-SEED      or in OUT/rates.tar.xz
+OUT/verdict/ARM-SEED                       or in OUT/verdict.tar.xz
+"""
+
+import math
+from pathlib import Path
+
+from common.errors import UserError
+from common.output import writing
+from evidence.archive import SUFFIX, by_run, read, write
+from evidence.runs import Run
+
+from .declaration import JudgedArm, Record
+from .rates import FIRST, MOST, SECOND, Screen
+from .workers import state_by_log, state_of
+
+SCREENING, JUDGED = "rates", "verdict"  # stages that train
+OCTAVES = range(-MOST - 1, MOST + 2)  # of which a screening may have runs
+
+Finished = dict[str, Run]  # name of a run -> it
+
+
+def finished(out: Path, stage: str) -> Finished:
+    """Read the runs of a stage that are over; one in a folder counts before one in the archive.
+
+    Raises UserError for a damaged log.
+    """
+    archive = out / f"{stage}{SUFFIX}"
+    runs = {
+        name: Run(archive / name, files)
+        for name, files in by_run(read(archive)).items()
+        if state_by_log(files.get("log.jsonl", b"")).is_over
+    }
+    for folder in sorted((out / stage).glob("*")):
+        if state_of(folder).is_over:
+            runs[folder.name] = Run(folder)
+    return runs
+
+
+def keep(out: Path, folder: Path) -> None:
+    """Write all finished runs of a study into two archives in a folder. Raises UserError."""
+    with writing(folder):
+        for stage in (SCREENING, JUDGED):
+            content = {
+                f"{name}/{file}": part
+                for name, run in finished(out, stage).items()
+                for file, part in run.files.items()
+            }
+            write(folder / f"{stage}{SUFFIX}", content)
+
+
+def final_loss(run: Run) -> float:
+    """Return val_loss_full, nats per token; infinite where the run diverged.
+
+    Raises UserError for a run that cannot be compared.
+    """
+    if run.diverged:
+        return math.inf
+    problem = run.problem()
+    if not problem and "val_loss_full" not in run.whole_split:
+        problem = "no loss over the whole val split after its last step"
+    if problem:
+        raise UserError(f"{run.name}: {problem}: remove its folder, and it is trained again")
+    return run.whole_split["val_loss_full"]
+
+
+def rate_at(record: Record, octave: float) -> float:
+    """Return the learning rate so many octaves from that of the config, to three digits."""
+    return float(f"{record.declaration.rate * 2**octave:.3g}")
+
+
+def screening_name(judged: JudgedArm, rate: float) -> str:
+    """Return what the runs of an arm at one rate are called, without the seed."""
+    return f"{judged.arm.name}+learning_rate={rate:g}"
+
+
+def screening_runs(runs: Finished, record: Record, judged: JudgedArm) -> dict[int, dict[int, Run]]:
+    """Return an arm's runs: octave -> FIRST or SECOND -> run. The second seed is never alone."""
+    found: dict[int, dict[int, Run]] = {}
+    for octave in OCTAVES:
+        name = screening_name(judged, rate_at(record, octave))
+        its = {
+            which: runs[f"{name}-{record.declaration.screen_seeds[which]}"]
+            for which in (FIRST, SECOND)
+            if f"{name}-{record.declaration.screen_seeds[which]}" in runs
+        }
+        if FIRST in its:
+            found[octave] = its
+    return found
+
+
+def screen_of(runs: Finished, record: Record, judged: JudgedArm) -> Screen:
+    """Return what an arm's screening says so far. Raises UserError for a run without a loss."""
+    its = screening_runs(runs, record, judged)
+    return Screen(
+        {
+            octave: {which: final_loss(run) for which, run in seeds.items()}
+            for octave, seeds in its.items()
+        }
+    )
+
+
+def chosen_rate(record: Record, screen: Screen) -> float | None:
+    """Return an arm's learning rate, to two digits; None if the screening did not settle it."""
+    octave = screen.choice()
+    return None if octave is None else float(f"{record.declaration.rate * 2**octave:.1e}")
+
+
+def judged_runs(runs: Finished, record: Record, judged: JudgedArm) -> dict[int, Run]:
+    """Return an arm's runs of the verdict: seed -> run."""
+    name = judged.arm.name
+    seeds = record.declaration.seeds(record.seeds)
+    return {seed: runs[f"{name}-{seed}"] for seed in seeds if f"{name}-{seed}" in runs}

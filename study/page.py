@@ -1,0 +1,429 @@
+"""The page of a study: report.html and report.md, from judge.json and run folders alone."""
+
+import html
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import plotly.graph_objects as go
+
+from common.output import check_replaceable, markdown, write_bytes_atomically, writing
+from evidence import page
+from evidence.comparison import Comparison
+from evidence.names import short_name
+
+from .declaration import JudgedArm
+from .finished import rate_at
+from .plan import found_by
+from .verdict import Outcome, label
+
+BEYOND = (1, 2)  # octaves above the best rate at which the loss is told: double and four times
+METHODS = """\
+Every arm is trained from scratch with the same data, in the same order, and the same settings; only
+its norms, its learning rate and, where declared, its initial gain are its own. The learning rate is
+found for each arm by itself, with two seeds that the verdict does not use: octaves around the
+config's rate, one more beyond an end that is best, then a second seed at the best two and beside
+the best, and the vertex of the parabola over the logarithm of the rate. The verdict is on new
+seeds. A difference is the arm's loss minus the baseline's at the same seed, over every token of the
+val split after the last step, nats per token. The interval is a paired t interval at the level of
+Holm's step for that arm. Its standard error counts the seeds, and what the screenings leave open in
+both rates: the root mean square of what a wrong rate costs, simulated for a parabola as steep as
+the measured one and runs as noisy. Intervals cover other seeds, not other texts, sizes or lengths.
+In tokens: how many more tokens the baseline would need for the arm's loss, by the slope of its loss
+over the logarithm of tokens in the later half of its runs; the decay of the learning rate is in
+that slope, so the share is a lower estimate."""
+
+
+class Table(NamedTuple):
+    """A table of the page."""
+
+    header: list[str]
+    rows: list[list[Any]]
+
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+def verdicts(outcome: Outcome) -> Table:
+    """Return the table of verdicts in the loss that decides."""
+    header = ["arm", "verdict", "difference, nats", "interval", "in tokens", "seeds", "excluded"]
+    rows = []
+    for judged in outcome.record.arms[1:]:
+        name = label(judged)
+        row = outcome.deciding.get(name)
+        if row is None:
+            rows.append([short_name(name), "no verdict", "", "", "", "", ""])
+            continue
+        low, high = row.verdict.interval
+        rows.append(
+            [
+                short_name(name),
+                row.word,
+                row.show(row.estimate.mean),
+                row.show_interval(row.verdict.interval),
+                row.show_tokens(),
+                len(row.seeds),
+                f"gain above {max(-low, 0):.4f}, loss above {max(high, 0):.4f}",
+            ]
+        )
+    return Table(header, rows)
+
+
+def settings_of_arms(outcome: Outcome) -> Table:
+    """Return what each arm had of its own: start, rate, parameters."""
+    header = ["arm", "words", "start", "learning rate", "error of the rate", "parameters"]
+    header += ["bytes a token of a block's norms", "minutes a run", "declared"]
+    record = outcome.record
+    rows = []
+    for judged in record.arms:
+        name = label(judged)
+        rate = outcome.rates[name]
+        size = record.sizes.get(judged.text, {})
+        rows.append(
+            [
+                short_name(name),
+                judged.text,
+                start_of(outcome, judged),
+                f"{rate:g}" if rate else "not settled",
+                f"{outcome.rate_errors[name]:.4f}" if rate else "",
+                f"{size['parameters']:,}" if "parameters" in size else "",
+                bytes_text(size),
+                f"{record.seconds[judged.text] / 60:.1f}",
+                "after the verdict" if name in outcome.later else "before the first run",
+            ]
+        )
+    return Table(header, rows)
+
+
+def bytes_text(size: dict[str, Any]) -> str:
+    """Say what an arm's norms move, or that it could not be counted."""
+    count = size.get("bytes_a_token")
+    return f"{count:,.0f}" if count is not None else size.get("problem", "")
+
+
+def start_of(outcome: Outcome, judged: JudgedArm) -> str:
+    """Say at which scale an arm's norms start, beside the baseline's."""
+    if judged == outcome.record.baseline:
+        return "the baseline"
+    if judged.matches:
+        return "matched to the baseline's scale"
+    ratios = [rms / base for _, rms, base in outcome.record.starts.get(judged.text, []) if base]
+    if not ratios:
+        return "not measured"
+    low, high = min(ratios), max(ratios)
+    return f"{low:.2f} to {high:.2f} times the baseline's scale"
+
+
+def losses_by_rate(outcome: Outcome) -> Table:
+    """Return the losses of the screenings, and what a rate that is too high costs."""
+    octaves = sorted({octave for screen in outcome.screens.values() for octave in screen.losses})
+    rates = [f"{rate_at(outcome.record, octave):g}" for octave in octaves]
+    header = ["arm", *rates, "chosen", "at twice the best rate", "at four times"]
+    rows = []
+    for name, screen in outcome.screens.items():
+        cells = [loss(screen.at(octave)) if octave in screen.losses else "" for octave in octaves]
+        rate = outcome.rates[name]
+        chosen = f"{rate:g}" if rate else "not settled"
+        rows.append([short_name(name), *cells, chosen, *rises(screen)])
+    return Table(header, rows)
+
+
+def rises(screen: Any) -> list[str]:
+    """Return what the loss rises by above the best rate, nats."""
+    if not screen.losses:
+        return [""] * len(BEYOND)
+    found = []
+    for octaves in BEYOND:
+        there = screen.best + octaves
+        is_run = there in screen.losses
+        found.append(
+            loss(screen.at(there) - screen.at(screen.best), "+.4f") if is_run else "not run"
+        )
+    return found
+
+
+def loss(value: float, form: str = ".4f") -> str:
+    """Format a loss; one that is infinite diverged."""
+    return "diverged" if value == float("inf") else f"{value:{form}}"
+
+
+def stability(outcome: Outcome) -> Table:
+    """Return what happened in the judged runs beside the loss."""
+    header = ["arm", "runs", "diverged", "clipped steps", "spikes a run", "largest attention logit"]
+    header += ["tokens a second"]
+    rows = []
+    for name, runs in outcome.arms.items():
+        events = [run.stability for run in runs.values()]
+        clipped, spikes, logits = (
+            [event[key] for event in events if event.get(key) is not None]
+            for key in ("clipped", "spikes", "attention_logit")
+        )
+        speeds = [run.metrics["tok_per_s"] for run in runs.values() if "tok_per_s" in run.metrics]
+        rows.append(
+            [
+                short_name(name),
+                len(runs),
+                sum(run.diverged for run in runs.values()),
+                f"{100 * sum(clipped) / len(clipped):.0f} %" if clipped else "",
+                f"{sum(spikes) / len(spikes):.1f}" if spikes else "",
+                f"{max(logits):.1f}" if logits else "",
+                f"{sum(speeds) / len(speeds):,.0f}" if speeds else "",
+            ]
+        )
+    return Table(header, rows)
+
+
+def checks(outcome: Outcome) -> Table:
+    """Return what was checked of each arm before it was trained."""
+    rows = [
+        [short_name(text), what, "right" if is_ok else "FAILED", figure]
+        for text, its in outcome.record.checks.items()
+        for what, is_ok, figure in its
+    ]
+    return Table(["arm", "check", "", "figure"], rows)
+
+
+def row_cells(outcome: Outcome, judged: JudgedArm) -> list[str]:
+    """Return an arm's row of the table of judged norms in docs/norms.md, as Markdown."""
+    row = outcome.deciding.get(label(judged))
+    first = next(iter(outcome.arms[outcome.baseline].values()))
+    tokens = first.config["max_iters"] * first.start["tokens_per_step"]
+    settings = outcome.record.declaration.settings
+    cells = [
+        f"`{escaped(judged.text)}`",
+        f"`{escaped(outcome.record.baseline.text)}`",
+        f"{settings['n_layer']} x {settings['n_embd']}, {tokens / 1e6:.1f} M",
+    ]
+    if row is None or row.no_verdict:
+        return [*cells, "", "", "", "no verdict"]
+    return [
+        *cells,
+        f"{row.show(row.estimate.mean)} ({row.show_interval(row.verdict.interval)})",
+        row.show_tokens(),
+        str(len(row.seeds)),
+        row.word,
+    ]
+
+
+# -------------------------------------------------------------------------------------------- words
+
+
+def about_start(outcome: Outcome) -> list[str]:
+    """Say what the start explains of each difference whose start was matched."""
+    lines = []
+    for arm, matched, share in outcome.explained:
+        low, high = share.interval()
+        lines.append(
+            f"Start: {short_name(arm)} as written minus {short_name(matched)}, which begins at the "
+            f"baseline's scale: {share.mean:+.4f} nats per token (95 % interval {low:+.4f} to "
+            f"{high:+.4f}). That much of its difference is the start, not the formula."
+        )
+    return lines
+
+
+def about_power(outcome: Outcome) -> list[str]:
+    """Say what these seeds find, with the noise of the screenings."""
+    sd = outcome.noise
+    if not sd:
+        return []
+    record = outcome.record
+    lines = []
+    for family in record.families:
+        for judged in family:
+            name = label(judged)
+            errors = (outcome.rate_errors[name], outcome.rate_errors[outcome.baseline])
+            one = (sum(error**2 for error in errors) / 2) ** 0.5 / sd
+            found = found_by(record.seeds, len(family), one) * sd * 2**0.5
+            lines.append(
+                f"Power: {record.seeds} seeds find a difference of {found:.4f} nats between "
+                f"{short_name(name)} and {short_name(outcome.baseline)} with 80 % chance, by the "
+                f"noise of the screenings (SD {sd:.4f} a run)."
+            )
+    return lines
+
+
+def next_command(outcome: Outcome) -> str:
+    """Return the command that repeats the study with new seeds."""
+    record = outcome.record
+    needed = [row.needed for row in outcome.deciding.values() if row.needed]
+    seeds = max([record.seeds, *needed])
+    first = record.declaration.first_seed + 100 * (1 + record.seeds // 100)
+    kept = [
+        word
+        for word in record.command
+        if not word.startswith(("--seeds=", "--first_seed=", "--out=", "--hours=", "--dry_run"))
+    ]
+    words = [*kept, f"--first_seed={first}", f"--seeds={seeds}", f"--out={outcome.out}-2"]
+    return f"python judge.py {shlex.join(words)}"
+
+
+def declaration_lines(outcome: Outcome) -> list[str]:
+    """Say what was declared, when, and by which digests."""
+    record = outcome.record
+    declared = record.declaration
+    arms = ", ".join(f"`{judged.text}`" for judged in declared.arms)
+    lines = [
+        f"Declared {record.day}, before the first run: {arms}; {record.seeds} seeds from "
+        f"{declared.first_seed} ({record.seeds_from}); rates by the seeds "
+        f"{declared.screen_seeds[0]} and {declared.screen_seeds[1]}. Study: `{declared.study}`.",
+        f"Code {declared.code[:16]}; data `{declared.data}`"
+        + (
+            f"; norm file {record.norm_file_name}, SHA-256 {declared.norm_sha256}."
+            if declared.norm_sha256
+            else "."
+        ),
+        *declared.rules,
+    ]
+    lines += [
+        f"After the verdict, {later.day}: "
+        + ", ".join(f"`{judged.text}`" for judged in later.arms)
+        + "; each tested alone."
+        for later in record.later
+    ]
+    if record.anyway:
+        lines.insert(0, "A check failed, and the study was begun anyway.")
+    return lines
+
+
+def header(outcome: Outcome) -> str:
+    """Say in a line what was trained, and on what."""
+    runs = [run for its in outcome.arms.values() for run in its.values()]
+    if not runs:
+        return "No judged run is over yet."
+    devices = ", ".join(sorted({run.start["device"] for run in runs}))
+    torch = ", ".join(sorted({run.start["versions"]["torch"] for run in runs}))
+    tokens = runs[0].config["max_iters"] * runs[0].start["tokens_per_step"]
+    screened = sum(len(its) for s in outcome.screens.values() for its in s.losses.values())
+    return (
+        f"{len(runs)} judged runs and {screened} of the screenings, {tokens:,} training tokens "
+        f"each. Device: {devices}; torch {torch}."
+    )
+
+
+def settings_line(outcome: Outcome) -> str:
+    """Name the settings that all arms share."""
+    return ", ".join(
+        f"{key}={value}" for key, value in sorted(outcome.record.declaration.settings.items())
+    )
+
+
+# ---------------------------------------------------------------------------------------- the files
+
+
+def markdown_of(outcome: Outcome) -> str:
+    """Return report.md."""
+    parts = [f"# Judged: {title(outcome)}", f"**{escaped(outcome.sentence())}**"]
+    parts += map(escaped, (header(outcome), *about_start(outcome), *about_power(outcome)))
+    sections = {
+        "Verdicts": verdicts(outcome),
+        "Arms": settings_of_arms(outcome),
+        "Loss by learning rate": losses_by_rate(outcome),
+        "Stability and speed": stability(outcome),
+        "Checks": checks(outcome),
+    }
+    for name, table in sections.items():
+        if table.rows:
+            cells = [[escaped(str(cell)) for cell in row] for row in table.rows]
+            parts += [f"## {name}", markdown(map(escaped, table.header), cells)]
+    parts += ["## Methods", METHODS, "## Declaration"]
+    parts.append("\n".join(f"- {escaped(line)}" for line in declaration_lines(outcome)))
+    parts += [f"Shared settings: {escaped(settings_line(outcome))}.", "## Next"]
+    parts.append(f"With new seeds:\n\n    {next_command(outcome)}")
+    if outcome.arms.get(outcome.baseline):
+        rows = (row_cells(outcome, judged) for judged in outcome.record.arms[1:])
+        text = "\n".join(f"    | {' | '.join(cells)} |" for cells in rows)
+        parts.append(f"For the table of judged norms (CONTRIBUTING.md):\n\n{text}")
+    if outcome.left_out:
+        parts += ["## Left out", "\n".join(f"- {escaped(line)}" for line in outcome.left_out)]
+    return "\n\n".join(parts) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Keep a name from being markup of a page that is made from Markdown."""
+    return html.escape(text, quote=False).replace("|", "\\|")
+
+
+def title(outcome: Outcome) -> str:
+    """Return which arms are judged against which."""
+    names = ", ".join(short_name(label(judged)) for judged in outcome.record.arms[1:])
+    return escaped(f"{names} against {short_name(outcome.baseline)}")
+
+
+def rates_picture(outcome: Outcome) -> page.Html:
+    """Draw the loss over the learning rate, each arm's chosen rate marked."""
+    figure = go.Figure()
+    names = dict.fromkeys(outcome.screens)
+    for name, screen in outcome.screens.items():
+        octaves = [o for o in sorted(screen.losses) if loss(screen.at(o)) != "diverged"]
+        if not octaves:
+            continue
+        color = page.color(names, name)
+        figure.add_scatter(
+            x=[rate_at(outcome.record, octave) for octave in octaves],
+            y=[screen.at(octave) for octave in octaves],
+            mode="lines+markers",
+            line={"color": color},
+            name=short_name(name),
+            meta=[name],
+        )
+        if rate := outcome.rates[name]:
+            figure.add_vline(rate, line_width=1, line_dash="dot", line_color=color)
+    figure.update_xaxes(type="log", title="learning rate (dotted: chosen)")
+    figure.update_yaxes(title="val loss, nats per token")
+    return page.styled(figure, 360)
+
+
+def html_of(outcome: Outcome) -> bytes:
+    """Return report.html."""
+    arms = outcome.arms
+    paragraphs = [page.element("p", page.element("strong", outcome.sentence()))]
+    lines = (*about_start(outcome), *about_power(outcome))
+    paragraphs += [page.element("p", line) for line in lines]
+    sections = {"Verdict": page.joined([*paragraphs, table_of(verdicts(outcome))])}
+    deciding: list[Comparison] = [*outcome.deciding.values()]
+    if deciding:
+        sections["Differences"] = page.forest(deciding, arms)
+    sections |= {
+        "Loss by learning rate": page.joined(
+            [rates_picture(outcome), table_of(losses_by_rate(outcome))]
+        ),
+        "Validation loss": page.losses(arms),
+        "Residual stream after training": page.stream(arms),
+        "Scale at the output": page.output(arms),
+        "Stability and speed": table_of(stability(outcome)),
+        "Arms": table_of(settings_of_arms(outcome)),
+        "Checks": table_of(checks(outcome)),
+        "Methods": page.element("p", METHODS),
+        "Declaration": page.joined(
+            page.element("p", line)
+            for line in (*declaration_lines(outcome), f"Shared: {settings_line(outcome)}.")
+        ),
+        "Next": page.element("pre", next_command(outcome)),
+    }
+    if outcome.left_out:
+        sections["Left out"] = page.joined(page.element("p", line) for line in outcome.left_out)
+    return page.write_page(f"Judged: {plain_title(outcome)}", header(outcome), arms, sections)
+
+
+def plain_title(outcome: Outcome) -> str:
+    """Return which arms are judged, for a page that escapes by itself."""
+    return html.unescape(title(outcome).replace("\\|", "|"))
+
+
+def table_of(table: Table) -> page.Html:
+    """Return a table of the page; "" without rows."""
+    if not table.rows:
+        return page.Html()
+    return page.table(table.header, table.rows, [""] * len(table.rows))
+
+
+def write_page(out: Path, outcome: Outcome) -> Path:
+    """Write report.md and report.html; return the latter's path. Raises UserError."""
+    with writing(out):
+        files = {"report.md": markdown_of(outcome).encode(errors="backslashreplace")}
+        files["report.html"] = html_of(outcome)
+        for name, content in files.items():
+            begins = b"# Judged" if name == "report.md" else b"<!doctype html>"
+            check_replaceable(out / name, begins)
+            write_bytes_atomically(out / name, content)
+    return out / "report.html"

@@ -1,0 +1,376 @@
+"""What a study does before its first run: check, match starts, time some steps, declare."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.code_digest import code_digest
+from common.errors import ConfigError, UserError
+from common.norm_file import PIN, NormFile
+from data.shards import Shards, find_shards
+from evidence.runs import NAMES
+from norm_types import NORM_TYPES
+from training.config import TrainConfig
+
+from .arms import check_word, read_arm, read_arms, split
+from .checks import NORM_KEYS, as_logged, check_arms, data_of, parse
+from .declaration import RULES, Declaration, JudgedArm, Record
+from .finished import JUDGED, SCREENING
+from .norm_check import check_arm, size_of
+from .plan import cost, power_lines, seeds_within, time_arm
+from .starts import matched_gain, starts
+
+SEEDS = 4  # of the verdict, where neither --seeds nor --hours says
+# Keys that the study sets itself, beside those that a sweep does; and of its arms alone
+OWN = {"study", "planned_seeds", "full_val", "delta_val_loss"}
+OWN_OF_ARMS = {*OWN, "learning_rate", "min_lr"}
+BEFORE_FIRST = (-100, -99)  # seeds of the screenings, from the first one of the verdict
+
+Say = Callable[[str], None]
+
+
+class Asked(NamedTuple):
+    """What the command line asks for.
+
+    Attributes:
+        arms: as ARMS has them, the baseline first.
+        common: words of train.py for all arms, with the norm file and its digest.
+        norm_file: None without one.
+        first_seed: of the verdict.
+        config: of the baseline.
+    """
+
+    arms: tuple[str, ...]
+    common: tuple[str, ...]
+    norm_file: NormFile | None
+    first_seed: int
+    config: TrainConfig
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How many seeds, and what is known beforehand; as the keys of judge.py."""
+
+    seeds: int
+    hours: float
+    sd: float
+    sd_from: str
+    anyway: bool
+
+
+class Prepared(NamedTuple):
+    """What is known of an arm before it is trained."""
+
+    checks: list[list[Any]]  # what, is it right, figure
+    starts: list[list[Any]]  # place, RMS, RMS of the baseline
+    size: dict[str, Any]
+    seconds: float  # that a run takes
+    matched: JudgedArm | None
+
+
+def read_asked(
+    arms: str, common: list[str], norm_file: NormFile | None, first_seed: int, out: Path
+) -> Asked:
+    """Read and check what is asked for. Raises ConfigError."""
+    texts = split(arms)
+    if len(texts) < 2:
+        raise ConfigError(
+            f"arms={arms!r}: a verdict needs two arms or more, the baseline first, such as "
+            "--arms='rms peri'"
+        )
+    for word in common:
+        check_word(word, word)
+        refuse_words(word, OWN, "the study sets it itself: leave it out")
+    for text in texts:
+        for word in read_arm(text).words:
+            refuse_words(word, OWN_OF_ARMS, "the study finds it for each arm: leave it out")
+    read = read_arms(arms)
+    configs = [parse([*common, *arm.words], out) for arm in read]
+    check_arms(read, configs)
+    return Asked(tuple(texts), tuple(common), norm_file, first_seed, configs[0])
+
+
+def refuse_words(word: str, names: set[str], why: str) -> None:
+    """Raise ConfigError for a word that sets one of these keys."""
+    name = word.removeprefix("--").partition("=")[0]
+    if word.startswith("--") and name in names:
+        raise ConfigError(f"{word}: {why}")
+
+
+def config_of(asked: Asked, text: str, out: Path) -> TrainConfig:
+    """Return the settings of an arm, at the rate of the config."""
+    return parse([*asked.common, *read_arm(text).words], out)
+
+
+# ------------------------------------------------------------------------------------- declaration
+
+
+def declare(asked: Asked, arms: tuple[JudgedArm, ...]) -> Declaration:
+    """Declare a study of these arms."""
+    first = asked.first_seed
+    not_declared = NORM_KEYS | NAMES | OWN | {"seed", "learning_rate", "data_dir"}
+    shared = as_logged(asked.config)
+    return Declaration(
+        rules=RULES,
+        arms=arms,
+        rate=asked.config.learning_rate,
+        screen_seeds=(first + BEFORE_FIRST[0], first + BEFORE_FIRST[1]),
+        first_seed=first,
+        settings={key: value for key, value in shared.items() if key not in not_declared},
+        code=code_digest(),
+        data=data_of(asked.config.data_dir),
+        norm_sha256=asked.norm_file.sha256 if asked.norm_file else "",
+    )
+
+
+def studies_in(out: Path) -> set[str]:
+    """Return the key `study` of the runs in a folder."""
+    found = set()
+    for path in (*out.glob(f"{SCREENING}/*/config.json"), *out.glob(f"{JUDGED}/*/config.json")):
+        try:
+            found.add(str(json.loads(path.read_bytes())["study"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # train.py says what is wrong
+    return found
+
+
+def planned_in(out: Path) -> int:
+    """Return how many seeds the judged runs in a folder were planned with; 0 without any."""
+    for path in out.glob(f"{JUDGED}/*/config.json"):
+        try:
+            return int(json.loads(path.read_bytes())["planned_seeds"])
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+    return 0
+
+
+# --------------------------------------------------------------------------------- before the runs
+
+
+def prepare_arm(
+    asked: Asked, text: str, baseline: str, command: tuple[str, ...], out: Path, say: Say
+) -> Prepared:
+    """Check an arm, compare its start with the baseline's, and time it. Raises UserError.
+
+    Args:
+        text: the arm.
+        baseline: the first arm.
+        command: how train.py is started.
+        say: prints a line.
+    """
+    config, base = config_of(asked, text, out), config_of(asked, baseline, out)
+    words = [*asked.common, *read_arm(text).words]
+    checks, places, matched = [], [], None
+    if text != baseline:
+        for finding in check_arm(config, words):
+            checks.append(list(finding))
+            failed = "" if finding.is_ok else "FAILED: "
+            say(f"check {text}: {finding.what}: {failed}{finding.figure}")
+        found = starts(config, base)
+        places = [list(start) for start in found]
+        matched = matched_arm(text, config, found, say)
+    seconds = time_arm(command, words, config, val_tokens(config.data_dir), out)
+    say(f"time {text}: {seconds / 60:.1f} minutes a run")
+    return Prepared(checks, places, size_of(config)._asdict(), seconds, matched)
+
+
+def matched_arm(text: str, config: TrainConfig, found: list[Any], say: Say) -> JudgedArm | None:
+    """Return the arm that starts at the baseline's scale; None if none is needed.
+
+    House norm types start as their authors wrote them, and are never changed.
+    """
+    if NORM_TYPES[config.norm_type].source is None:
+        return None
+    gain = matched_gain(found, config)
+    if gain is None:
+        return None
+    say(
+        f"start {text}: its norms put out {config.initial_gain / gain:.2f} times what the "
+        f"baseline's do: a second arm begins with --initial_gain={gain:.3g}"
+    )
+    name, colon, words = named(text)
+    own = f"{name}-matched:" if colon else ""
+    return JudgedArm(f"{own}{words} --initial_gain={gain:.3g}", text)
+
+
+def named(text: str) -> tuple[str, str, str]:
+    """Split an arm into its name, a colon if it has a name, and the rest."""
+    arm = read_arm(text)
+    given = next((word for word in arm.words if word.startswith("--arm=")), "")
+    return (arm.name, ":", text[len(arm.name) + 1 :]) if given else ("", "", text)
+
+
+def val_tokens(data_dir: str) -> int:
+    """Return the tokens of the val split. Raises UserError."""
+    return sum(map(len, Shards(find_shards(data_dir, "val"))))
+
+
+def prepare(
+    asked: Asked,
+    choices: Choices,
+    command: tuple[str, ...],
+    jobs: int,
+    machine: str,
+    words: list[str],
+    out: Path,
+    say: Say,
+) -> Record:
+    """Prepare a study and return its record; nothing is written. Raises UserError.
+
+    Args:
+        jobs, machine: as the stages have them.
+        words: of judge.py.
+    """
+    baseline = asked.arms[0]
+    found = {text: prepare_arm(asked, text, baseline, command, out, say) for text in asked.arms}
+    for matched in [its.matched for its in found.values() if its.matched]:
+        found[matched.text] = found[matched.matches]._replace(checks=[], starts=[])
+    failed = [text for text, its in found.items() if not all(ok for _, ok, _ in its.checks)]
+    if failed and not choices.anyway:
+        raise UserError(
+            f"{failed[0]}: a check failed (above): correct the norm, or go on with --anyway, which "
+            "the page says"
+        )
+    family, later = split_family(asked, found, out)
+    seconds = {text: its.seconds for text, its in found.items()}
+    seeds, why = choose_seeds(choices, [*seconds.values()], jobs, out)
+    record = Record(
+        declaration=declare(asked, family),
+        day=date.today().isoformat(),
+        seeds=seeds,
+        seeds_from=why,
+        sd=choices.sd,
+        sd_from=choices.sd_from,
+        anyway=bool(failed),
+        checks={text: its.checks for text, its in found.items()},
+        starts={text: its.starts for text, its in found.items()},
+        sizes={text: its.size for text, its in found.items()},
+        seconds=seconds,
+        jobs=jobs,
+        machine=machine,
+        command=words,
+        norm_file_name=asked.norm_file.name if asked.norm_file else "",
+    )
+    return record.with_later(later) if later else record
+
+
+def split_family(
+    asked: Asked, found: dict[str, Prepared], out: Path
+) -> tuple[tuple[JudgedArm, ...], tuple[JudgedArm, ...]]:
+    """Return the arms that are declared together, and those that came later.
+
+    All are declared together, unless runs in `out` are of a declaration of the first ones: then
+    its judge.json was lost. Raises UserError if they are of any other declaration.
+    """
+    there = studies_in(out)
+    for count in range(len(asked.arms), 1, -1):
+        family = with_matched(asked.arms[:count], found)
+        if not there or there == {declare(asked, family).study}:
+            return family, with_matched(asked.arms[count:], found)
+    raise UserError(
+        f"out={out}: its runs are of another study (other arms, settings, data or code) and its "
+        "judge.json is lost: repeat that command, or choose another --out"
+    )
+
+
+def with_matched(texts: tuple[str, ...], found: dict[str, Prepared]) -> tuple[JudgedArm, ...]:
+    """Return arms, each followed by the one with a matched start, if it has one."""
+    arms: list[JudgedArm] = []
+    for text in texts:
+        arms.append(JudgedArm(text, ""))
+        matched = found[text].matched
+        # Somebody may have named that one too.
+        if matched and matched.text not in texts:
+            arms.append(matched)
+    return tuple(arms)
+
+
+def choose_seeds(choices: Choices, seconds: list[float], jobs: int, out: Path) -> tuple[int, str]:
+    """Return how many seeds the verdict has, and why. Raises UserError."""
+    if planned := planned_in(out):
+        return planned, "as the runs that are there were planned"
+    if choices.seeds:
+        return choices.seeds, f"--seeds={choices.seeds}"
+    if choices.hours:
+        return seeds_within(seconds, jobs, choices.hours), f"--hours={choices.hours:g}"
+    return SEEDS, "the default"
+
+
+def plan_lines(record: Record) -> list[str]:
+    """Say what the study will do, cost and find."""
+    seconds = [record.seconds[judged.text] for judged in record.arms]
+    whole = cost(seconds, record.seeds, record.jobs)
+    family = len(record.declaration.arms) - 1
+    lines = [
+        f"plan: {len(seconds)} arms, at most about {whole.runs} runs, {whole.hours:.1f} hours with "
+        f"{record.jobs} side by side; {record.seeds} seeds of the verdict ({record.seeds_from})"
+    ]
+    lines += [
+        f"plan: {line}" for line in power_lines(record.seeds, family, record.sd, record.sd_from)
+    ]
+    return lines
+
+
+# ------------------------------------------------------------------------------------- going on
+
+
+def go_on(
+    asked: Asked,
+    record: Record,
+    choices: Choices,
+    command: tuple[str, ...],
+    out: Path,
+    say: Say,
+) -> Record:
+    """Compare what is asked for with the declaration that is there, and add arms that are new.
+
+    Raises UserError if anything else differs.
+    """
+    declared = declare(asked, record.declaration.arms)
+    if difference := declared.difference(record.declaration):
+        raise UserError(
+            f"out={out} was declared with {difference}: repeat that command, or choose another "
+            "--out"
+        )
+    own = [judged.text for judged in record.arms if not judged.matches]
+    if missing := [text for text in own if text not in asked.arms]:
+        raise UserError(
+            f"out={out} was declared with the arm {missing[0]}: name it, or choose another --out"
+        )
+    if own[0] != asked.arms[0]:
+        raise UserError(f"out={out} was declared against {own[0]}: name that arm first")
+    if choices.seeds not in (0, record.seeds):
+        raise UserError(
+            f"seeds={choices.seeds}: {record.seeds} are declared in {out}, and no seed is added to "
+            "a verdict: take new seeds in another folder (--first_seed, --out)"
+        )
+    known = {judged.text for judged in record.arms}
+    new = tuple(text for text in asked.arms if text not in known)
+    if not new:
+        return record
+    found = {text: prepare_arm(asked, text, own[0], command, out, say) for text in new}
+    arms = with_matched(new, found)
+    for judged in arms:
+        its = found[judged.matches or judged.text]
+        record.checks[judged.text] = [] if judged.matches else its.checks
+        record.starts[judged.text] = [] if judged.matches else its.starts
+        record.sizes[judged.text] = its.size
+        record.seconds[judged.text] = its.seconds
+    failed = [text for text, its in found.items() if not all(ok for _, ok, _ in its.checks)]
+    if failed and not choices.anyway:
+        raise UserError(f"{failed[0]}: a check failed (above): correct the norm, or --anyway")
+    return replace(record.with_later(arms), anyway=record.anyway or bool(failed))
+
+
+def words_without_folder(words: list[str]) -> list[str]:
+    """Return words of a command line, the norm file by its name alone, and without its digest."""
+    kept = []
+    for word in words:
+        name, _, value = word.partition("=")
+        if name == f"--{PIN}":
+            continue
+        kept.append(f"{name}={Path(value).name}" if name == "--norm_file" else word)
+    return kept

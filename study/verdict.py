@@ -1,0 +1,223 @@
+"""What the runs of a study say: made from judge.json and run folders alone."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from common.stats import BETTER, NO_DIFFERENCE, WORSE, Estimate, paired
+from evidence.comparison import (
+    Arms,
+    Comparison,
+    Pairs,
+    compare,
+    diverged_arms,
+    lack_of_verdict,
+    like_baseline,
+    pair_by_seed,
+)
+from evidence.names import short_name
+
+from .declaration import JudgedArm, Record
+from .finished import JUDGED, SCREENING, chosen_rate, finished, judged_runs, screen_of
+from .rates import Screen, noise, rate_error
+
+DECIDING = "val_loss_full"
+NOT_SETTLED = "its learning rate is not settled: the best one is the last that may be tried"
+
+
+class Explained(NamedTuple):
+    """What the start of an arm explains of its difference."""
+
+    arm: str  # as written
+    matched: str
+    share: Estimate  # as written minus matched, nats
+
+
+def label(judged: JudgedArm) -> str:
+    """Return what an arm is called: its name, if it was given one, else its words."""
+    arm = judged.arm
+    is_named = any(word.startswith("--arm=") for word in arm.words)
+    return arm.name if is_named else judged.text
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A study as it stands.
+
+    Attributes:
+        out: its folder.
+        record: its judge.json.
+        screens: arm -> its screening.
+        rates: arm -> its learning rate; None where it is not settled.
+        rate_errors: arm -> standard error that its screening leaves in its loss, nats.
+        arms: arm -> seed -> judged run.
+        pairs: arm -> pairs with the baseline.
+        rows: comparisons of all metrics, family by family.
+        no_verdict: arm -> why it has none.
+        left_out: lines about runs that are not compared.
+    """
+
+    out: Path
+    record: Record
+    screens: dict[str, Screen]
+    rates: dict[str, float | None]
+    rate_errors: dict[str, float]
+    arms: Arms
+    pairs: Pairs
+    rows: list[Comparison]
+    no_verdict: dict[str, str]
+    left_out: list[str]
+
+    @property
+    def baseline(self) -> str:
+        """What the baseline is called."""
+        return label(self.record.baseline)
+
+    @cached_property
+    def deciding(self) -> dict[str, Comparison]:
+        """Arm -> its comparison in the loss that decides."""
+        return {row.arm: row for row in self.rows if row.metric.name == DECIDING}
+
+    @property
+    def noise(self) -> float | None:
+        """SD of a run's loss by the screenings, nats."""
+        return noise([*self.screens.values()])
+
+    @property
+    def later(self) -> set[str]:
+        """The arms that came after the verdict."""
+        return {label(judged) for its in self.record.later for judged in its.arms}
+
+    @cached_property
+    def explained(self) -> list[Explained]:
+        """What the start explains, of each arm with a matched one."""
+        found = []
+        for judged in self.record.arms:
+            if not judged.matches:
+                continue
+            written = next(a for a in self.record.arms if a.text == judged.matches)
+            names = label(written), label(judged)
+            losses = [losses_of(self.pairs.get(name, [])) for name in names]
+            seeds = sorted(losses[0].keys() & losses[1].keys())
+            if len(seeds) >= 2:
+                differences = np.array([losses[0][seed] - losses[1][seed] for seed in seeds])
+                found.append(Explained(*names, paired(differences)))
+        return found
+
+    def sentence(self) -> str:
+        """Say in one sentence, or one for each arm, what is shown."""
+        if self.rates[self.baseline] is None:
+            return f"No verdict: of {self.baseline}, {NOT_SETTLED}."
+        return " ".join(self.sentence_of(label(judged)) for judged in self.record.arms[1:])
+
+    def sentence_of(self, arm: str) -> str:
+        """Say what is shown of one arm."""
+        name, base = short_name(arm), short_name(self.baseline)
+        row = self.deciding.get(arm)
+        if row is None or row.no_verdict:
+            why = self.no_verdict.get(arm) or (row and row.no_verdict) or "not run yet"
+            return f"{name}: no verdict: {why}."
+        interval = f"{row.show_interval(row.verdict.interval)}"
+        tokens = row.show_tokens()
+        worth = f", worth {tokens} of the tokens" if tokens else ""
+        seeds = f"{len(row.seeds)} seeds, each arm at its own rate"
+        after = "; it came after the verdict and is tested alone" if arm in self.later else ""
+        if row.verdict.direction == NO_DIFFERENCE:
+            return (
+                f"{name}: no difference from {base} is shown: {row.show(row.estimate.mean)} nats "
+                f"per token (95 % interval {interval}); {excluded(row)}; {seeds}{after}."
+            )
+        ends = {BETTER: "lower", WORSE: "higher"}[row.verdict.direction]
+        return (
+            f"{name} ends {ends} than {base}: {row.show(row.estimate.mean)} nats per token (95 % "
+            f"interval {interval}){worth}; {seeds}{after}."
+        )
+
+
+def excluded(row: Comparison) -> str:
+    """Say which gain and which loss an interval excludes."""
+    low, high = row.verdict.interval
+    return (
+        f"a gain of more than {max(-low, 0):.4f} and a loss of more than {max(high, 0):.4f} are "
+        "excluded"
+    )
+
+
+def losses_of(pairs: list) -> dict[int, float]:
+    """Return seed -> deciding loss of an arm's paired runs."""
+    return {run.seed: run.metrics[DECIDING] for run, _ in pairs if DECIDING in run.metrics}
+
+
+def read_outcome(out: Path, record: Record) -> Outcome:
+    """Read a study. Raises UserError for a damaged run."""
+    names = {label(judged): judged for judged in record.arms}
+    screened, judged_all = finished(out, SCREENING), finished(out, JUDGED)
+    screens = {name: screen_of(screened, record, judged) for name, judged in names.items()}
+    arms = {name: judged_runs(judged_all, record, judged) for name, judged in names.items()}
+    arms = {name: runs for name, runs in arms.items() if runs}
+    errors = {name: rate_error_of(screen, screens) for name, screen in screens.items()}
+    compared = Compared({}, [], {}, [])
+    if label(record.baseline) in arms:
+        compared = compare_families(record, arms, errors)
+    rates = {name: chosen_rate(record, screen) for name, screen in screens.items()}
+    no_rate = {
+        name: NOT_SETTLED if screens[name].is_over else "its screening is not over"
+        for name, rate in rates.items()
+        if rate is None
+    }
+    return Outcome(
+        out=out,
+        record=record,
+        screens=screens,
+        rates=rates,
+        rate_errors=errors,
+        arms=arms,
+        pairs=compared.pairs,
+        rows=compared.rows,
+        no_verdict=compared.no_verdict | no_rate,
+        left_out=compared.left_out,
+    )
+
+
+def rate_error_of(screen: Screen, screens: dict[str, Screen]) -> float:
+    """Return the standard error that a screening leaves in an arm's loss, nats; 0 if not over."""
+    if screen.choice() is None:
+        return 0.0
+    return rate_error(screen.bend, noise([*screens.values()]) or 0.0)
+
+
+class Compared(NamedTuple):
+    """Comparisons of all families: fields of Outcome."""
+
+    pairs: Pairs
+    rows: list[Comparison]
+    no_verdict: dict[str, str]
+    left_out: list[str]
+
+
+def compare_families(record: Record, arms: Arms, errors: dict[str, float]) -> Compared:
+    """Pair and compare, each family by itself.
+
+    Args:
+        arms: arm -> seed -> judged run.
+        errors: arm -> standard error that its screening leaves, nats.
+    """
+    baseline = label(record.baseline)
+    pairs, left_out = pair_by_seed(arms, baseline)
+    diverged = diverged_arms(like_baseline(arms, baseline))
+    found = Compared(pairs, [], {}, left_out)
+    for family in record.families:
+        names = [label(judged) for judged in family]
+        its = {name: pairs[name] for name in names if pairs.get(name)}
+        both = {name: math.hypot(errors[name], errors[baseline]) for name in its}
+        rows, not_measured = compare(its, baseline, 0.0, diverged, both, len(names))
+        found.rows.extend(rows)
+        found.left_out.extend(not_measured)
+        for name in names:
+            if why := lack_of_verdict(name, baseline, pairs.get(name, []), diverged):
+                found.no_verdict[name] = why
+    return found
