@@ -469,18 +469,15 @@ def backward(upstream: Upstream, saved: Saved, settings: Settings, gains: bool) 
         each *= 4  # 8 warps: with 16 some registers of two norms spill, and instructions are more
     work = rows.split(x, channels, each, rows.NARROW if is_shared else rows.WHOLE)
     # Rows ahead take registers. At half of the widest row a program has 16 warps, and two programs
-    # are resident only with 64 registers a thread. With rows ahead LayerNorm, TaperNorm and a
-    # float32 stream need more; without them TaperNorm keeps to 64 by a limit, and nothing spills.
-    # At the widest row no norm has registers left.
+    # are resident only with 64 registers a thread: LayerNorm has them without rows ahead. RMSNorm
+    # has them with, and TaperNorm and two norms need more in any case. (A limit of 64 registers
+    # spills TaperNorm's on sm_100, triton 3.9, and two norms' everywhere.) A float32 stream's rows
+    # ahead are twice as many registers. At the widest row no norm has any left.
     width = work.meta["COLUMNS"]
     half = rows.WHOLE // 2
-    is_heavy = saved.mean is not None or saved.gate_c is not None
     ahead = is_shared or width < half
-    limit = {}
-    if width == half and not is_heavy:
+    if width == half and saved.mean is None:
         ahead = x.element_size() < 4
-    elif width == half and torch.version.hip is None:  # the limit is an option of NVIDIA's alone
-        limit["maxnreg"] = 64
     dot = None
     total = None
     if work.column_tiles > 1 and not is_shared:
@@ -549,7 +546,6 @@ def backward(upstream: Upstream, saved: Saved, settings: Settings, gains: bool) 
         GROUPS=groups,
         SHARED=is_shared,
         AHEAD=ahead,
-        **limit,
     )
     return Gradients(
         x=dx, a=da, w=sums["DW"], b=sums["DB"], w_out=sums["DW_OUT"], w_tilde=sums["DWT"]
