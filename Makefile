@@ -45,6 +45,7 @@ demo: env data
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 test: lint data
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --ignore=tests/test_slurm.py
@@ -53,7 +54,7 @@ faults: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fault_injection
 
 gpu:
-	set -f; repro/gpu.sh $(or $(STAGES),first)
+	set -f; repro/gpu.sh $(or $(STAGES),quarter)
 
 clean:
-	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -27,13 +27,18 @@ definition. An arm that fails is not timed. Then every arm decodes once a round,
 second copy of the first arm (A/A) shows what the method measures where there is no difference.
 Ratios are medians of the rounds' ratios with a 95 % interval; above 1, the first arm is faster.
 Prefill is not timed. On a CPU with one thread the process's own time is measured, which other
-programs disturb less. Ctrl-C ends a measurement and keeps the rounds so far, if there are six or
-more. The last line is JSON.
+programs disturb less. Ctrl-C and SIGTERM end a measurement and keep the rounds so far, if there are
+six or more. The last line is JSON.
+
+As soon as an arm has passed its check, it is timed by itself, and OUT/unpaired.jsonl has its speed:
+what a machine that is taken away has told by then. rounds=0 ends there, which also fills the caches
+of compiled code.
 """
 
 import dataclasses
 import gc
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +50,7 @@ from torch import Tensor
 
 from common.environment import find_device, find_dtype, timing_environment
 from common.errors import ConfigError, UserError, run_program
+from common.output import append_json
 from common.stats import median_ratio
 from configurator import key, parse_args
 from decode import peers, report
@@ -59,6 +65,7 @@ from load import load_model
 from model import GPT
 
 CONTROL = "A/A"  # a second copy of the first arm
+ALONE = 3  # times that an arm decodes by itself, as soon as it is ready
 TUNED = "_tuned"  # suffix of the name of an arm's second variant
 
 
@@ -76,7 +83,9 @@ class DecodeBenchConfig:
     )
     prompt_tokens: int = key(5, "length of the prompt, whose ids are arbitrary", least=1)
     tokens: int = key(128, "tokens to decode", least=2)
-    rounds: int = key(40, "rounds; in each, every arm decodes once", least=6)
+    rounds: int = key(
+        40, "rounds; in each, every arm decodes once (0: each by itself)", least=6, zero=True
+    )
     coupled_first: int = key(
         0,
         "coupled: this many blocks at the start keep their own statistics",
@@ -126,8 +135,8 @@ class DecodeBenchConfig:
     )
     out: str = key(
         "",
-        "write README.md, decode.jsonl and decode.png (ledger.jsonl) into this folder; "
-        "they are added to what is there",
+        "write README.md, decode.jsonl, unpaired.jsonl and decode.png (ledger.jsonl) into this "
+        "folder; they are added to what is there",
     )
 
     def __post_init__(self) -> None:
@@ -135,6 +144,8 @@ class DecodeBenchConfig:
             find_arms(self.arms)
         if not self.batch:
             raise ConfigError("batch: give one size or more")
+        if self.last_token and not self.rounds:
+            raise ConfigError("rounds=0: TaperNorm's protocol has rounds, six or more")
         if self.trace and not self.out:
             raise ConfigError("trace: say where the traces go, --out=FOLDER")
 
@@ -184,13 +195,19 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def prepare(
-    config: DecodeBenchConfig, model: GPT, prompt: Tensor, batch: int, missing: list[str]
+    config: DecodeBenchConfig,
+    model: GPT,
+    prompt: Tensor,
+    batch: int,
+    missing: list[str],
+    ready: Callable[[dict[str, Any]], None],
 ) -> tuple[dict[str, Decoder], dict[str, dict[str, Any]], int]:
     """Pack, check and warm up each arm; CONTROL is a copy of the first one.
 
     Args:
         prompt: token ids (1, T).
         missing: the reason is appended for each arm that computes something else; it is left out.
+        ready: called with the figures of each arm by itself, as soon as they are there.
 
     Returns:
         (decoders by name of the variant, what check and ledger found by name, bytes that a step
@@ -217,18 +234,38 @@ def prepare(
                 missing.append(f"{name}: {error}")
                 continue
             decoders[name] = decoder
+            go_on = partial(decoder.go_on, filled, config.tokens - 1)
+            alone = time_arms({name: go_on}, ALONE, device, least=0)[name]
+            speed = speed_of(alone, batch, config.tokens - 1)
+            ready({"arm": name, "batch": batch, **speed, **rows[name], "seconds": alone})
     if not decoders:
         raise UserError(f"batch {batch}: no arm passed its check: {'; '.join(missing)}")
+    if not config.rounds:
+        return decoders, rows, floor
     first = next(iter(decoders.values()))
     control = Decoder(first.packed, batch, length, compiled=first.compiled, tuned=first.tuned)
     control.generate(idx, config.tokens)  # compiles it
     return decoders | {CONTROL: control}, rows, floor
 
 
+def speed_of(seconds: list[float], batch: int, steps: int) -> dict[str, float]:
+    """Return an arm's speed, from the times of decoding `steps` tokens for each sequence."""
+    ms = 1e3 * median(seconds) / steps
+    return {"ms_per_token": ms, "tokens_per_s": batch * 1e3 / ms}
+
+
 def measure(
-    config: DecodeBenchConfig, spec: str, model: GPT, batch: int, bandwidth: float
-) -> dict[str, Any]:
-    """Check and time everything at one batch size; return the record."""
+    config: DecodeBenchConfig,
+    spec: str,
+    model: GPT,
+    batch: int,
+    bandwidth: float,
+    ready: Callable[[dict[str, Any]], None],
+) -> dict[str, Any] | None:
+    """Check and time everything at one batch size; return the record, None without rounds.
+
+    `ready` is called with each arm's figures as soon as they are there.
+    """
     device = model.wte.weight.device
     missing: list[str] = []
     # A decoder refers to itself, so those of the last batch size are freed by the collector alone,
@@ -243,8 +280,12 @@ def measure(
     steps = config.tokens - 1
 
     # 1. what is timed: our arms, then the peers
-    decoders, rows, floor = prepare(config, model, prompt, batch, missing)
-    calls = {name: partial(decoder.go_on, filled, steps) for name, decoder in decoders.items()}
+    decoders, rows, floor = prepare(config, model, prompt, batch, missing, ready)
+    if not config.rounds:
+        return None
+    calls: dict[str, Callable[[], Any]] = {
+        name: partial(decoder.go_on, filled, steps) for name, decoder in decoders.items()
+    }
     calls |= peers.calls_of(config, spec, model, idx, missing)
 
     # 2. decoding, in paired rounds
@@ -262,8 +303,7 @@ def measure(
     # 3. the record
     for name in times:
         row = rows.setdefault(name, {})
-        row["ms_per_token"] = 1e3 * median(times[name]) / steps
-        row["tokens_per_s"] = batch * 1e3 / row["ms_per_token"]
+        row |= speed_of(times[name], batch, steps)
         row["share_of_floor"] = 1e3 * floor / bandwidth / row["ms_per_token"]
     arms = [arm.name for arm in arms_of(config.arms, model)]
     faster = faster_variants(times, arms)
@@ -372,8 +412,18 @@ def main(argv: list[str]) -> None:
         return
     bandwidth = config.bandwidth or copy_bandwidth(device)
     records = []
+
+    def ready(figures: dict[str, Any]) -> None:
+        """Print and write an arm's figures: the machine may be taken away."""
+        print(f"by itself: {json.dumps(figures)}", flush=True)
+        if config.out:
+            append_json(Path(config.out) / "unpaired.jsonl", {"model": spec} | figures | place)
+
     for batch in config.batch:
-        records.append(place | measure(config, spec, model, batch, bandwidth))
+        found = measure(config, spec, model, batch, bandwidth, ready)
+        if found is None:
+            continue
+        records.append(place | found)
         if batch == config.batch[0]:
             print(report.card(records[0]))
         print(report.table(records[-1]), "\n", flush=True)

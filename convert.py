@@ -14,10 +14,12 @@
         which LayerNorms can become RMSNorm, and why
     python convert.py openai-community/gpt2 --to=rms --out=out/gpt2-rms
         a model of transformers with RMSNorms: exact
-    python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
+    python convert.py facebook/opt-125m --to=rms --out=out/opt-rms
         any other model of transformers: exact
     python convert.py Qwen/Qwen3-0.6B --to=weightless --out=out/qwen3-weightless
         any model of transformers, written as it was with gains of 1: exact
+    python convert.py google/gemma-3-1b-pt --to=rescaled --factor=2^-6 --out=out/gemma-float16
+        any model of transformers whose residual stream is too large for float16: exact
     python convert.py out/run --to=hf --out=FOLDER
         write it as transformers reads it
 
@@ -44,6 +46,10 @@ with gains of 1 (Gemma: 0, for 1 + weight). A head that is the embedding gets we
 the final norm's gain goes into it; with --untie=False that gain stays. The certificate names what
 stays and why.
 
+--to=rescaled multiplies the residual stream by a power of two, eps of the norms by its square: a
+stock folder whose float32 outputs are equal to the bit, and finite in float16. --factor=auto
+measures the stream on --text=FILE.
+
 With --json the last line of output is JSON.
 """
 
@@ -59,7 +65,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import fold
 from common.errors import ConfigError, FoldError, UserError, run_program
@@ -68,9 +73,11 @@ from common.inputs import check_regular
 from common.output import whole_folder
 from configurator import key, parse_args
 from fold import Report, gpt
-from fold.certificate import Certificate, Inputs, certify, run, touched
+from fold.certificate import Certificate, certify
 from fold.choice import LEFT
-from fold.hub import RECIPE, example_inputs, load, load_pretrained, no_cache, save
+from fold.graph import Graph
+from fold.hub import example_inputs, load_as_saved, no_cache, save
+from fold.rescale import automatic_factor, plan_rescaling, rescale
 from hf.config import COUPLED, architecture, gpt_config
 from hf.weights import export_hf
 from load import load_model
@@ -85,6 +92,8 @@ from training.run import write_model
 # Every second window calibrates, the others measure.
 WINDOWS = 32
 LENGTH = 256
+# Conversions that models of transformers have, too
+OF_ANY_MODEL = ("rms", "weightless", "rescaled")
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class ConvertConfig:
     to: str = key(
         "",
         "what to convert to",
-        ("rms", "folded", "weightless", "coupled", "hf"),
+        ("rms", "folded", "weightless", "rescaled", "coupled", "hf"),
     )
     out: str = key("", "new folder for the converted model ('': check only)")
     inexact: bool = key(False, "allow a conversion that changes the model's function")
@@ -110,13 +119,18 @@ class ConvertConfig:
         "rms, weightless: a tied head gets weights of its own where the embedding is centred, or "
         "the head takes over a gain",
     )
+    keep_final_gain: bool = key(
+        False,
+        "weightless, transformers' models: norms that the head reads keep their gains, so that "
+        "AutoModel and hidden states are the same, too",
+    )
     insert: bool = key(
         False,
         "rms, transformers' models: insert centrings where they fold more norms than they are",
     )
     inputs: str = key(
         "",
-        "rms, weightless, analyze, transformers' models: safetensors file of example inputs "
+        "rms, weightless, rescaled, analyze, transformers' models: safetensors file of inputs "
         "('': random ones)",
     )
     norm_plan: str = key(
@@ -125,7 +139,13 @@ class ConvertConfig:
     )
     text: str = key(
         "",
-        "coupled: text file for calibration and KL ('': text that the model generates itself)",
+        "coupled: text file for calibration and KL ('': text that the model generates itself); "
+        "rescaled: text on which factor=auto measures the stream",
+    )
+    factor: str = key(
+        "auto",
+        "rescaled: what the residual stream is multiplied by, a power of two as 2^-6; auto: the "
+        "largest that keeps it a quarter below float16's range",
     )
     seed: int = key(0, "seed of random inputs and generated text")
     json: bool = key(False, "print the result as a line of JSON at the end")
@@ -133,20 +153,27 @@ class ConvertConfig:
     def __post_init__(self) -> None:
         if bool(self.to) == self.analyze:
             raise ConfigError(
-                "say what to do: --to=rms, folded, weightless, coupled or hf; or --analyze"
+                "say what to do: --to=rms, folded, weightless, rescaled, coupled or hf; or "
+                "--analyze"
             )
         if self.to == "hf" and not self.out:
             raise ConfigError("to=hf: say where to: --out=FOLDER")
         readers = {
-            "out": ("rms", "folded", "weightless", "coupled", "hf"),
+            "out": ("rms", "folded", "weightless", "rescaled", "coupled", "hf"),
             "rules": ("",),
             "norm_plan": ("coupled",),
-            "text": ("coupled",),
+            "text": ("coupled", "rescaled"),
+            "factor": ("rescaled",),
             "insert": ("rms",),
             "untie": ("rms", "weightless"),
+            "keep_final_gain": ("weightless",),
             "transformers": ("rms", ""),
-            "inputs": ("rms", "weightless", ""),
+            "inputs": ("rms", "weightless", "rescaled", ""),
         }
+        if self.to == "rescaled" and (self.factor == "auto") != bool(self.text):
+            raise ConfigError(
+                "factor=auto measures the stream on a text: --text=FILE, or --factor=2^-6"
+            )
         default = {field.name: field.default for field in fields(self)}
         for name, conversions in readers.items():
             if self.to not in conversions and getattr(self, name) != default[name]:
@@ -168,8 +195,14 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
     Raises:
         FoldError: the conversion does not fit the model, or is not exact and not allowed to be.
     """
-    if config.insert or config.inputs:
-        raise ConfigError("insert and inputs are for models of transformers: remove them")
+    if config.insert or config.inputs or config.keep_final_gain:
+        raise ConfigError(
+            "insert, inputs and keep_final_gain are for models of transformers: remove them"
+        )
+    if config.to == "rescaled":
+        raise ConfigError(
+            "--to=rescaled is for models of transformers: write this one with --to=hf first"
+        )
     tokens = random_tokens(model, config.seed)
     exact = True  # for any weights
     if config.to == "rms":
@@ -266,7 +299,7 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
     except UserError:
         return True
     is_stock = not architecture(hf).startswith(COUPLED)
-    return config.transformers or (config.to == "weightless" and is_stock)
+    return config.transformers or (config.to in ("weightless", "rescaled") and is_stock)
 
 
 def foreign_inputs(model: nn.Module, config: ConvertConfig) -> dict[str, Any]:
@@ -288,11 +321,16 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
     Raises:
         FoldError: nothing folds, or the fold is not exact.
     """
-    model = load_pretrained(spec)
+    model = load_as_saved(spec)
     inputs = foreign_inputs(model, config)
     if config.to == "weightless":
-        after, certificate = fold.fold_gains(model, inputs, config.untie)
+        after, certificate = fold.fold_gains(model, inputs, config.untie, config.keep_final_gain)
         lines = left_lines(certificate)
+        how = f"what loads {spec} loads it"
+    elif config.to == "rescaled":
+        factor = scale_factor(model, inputs, spec, config)
+        after, certificate = rescale(model, inputs, factor)
+        lines = []
         how = f"what loads {spec} loads it"
     else:
         report = fold.analyze(model, inputs)
@@ -305,6 +343,10 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
         if certificate.ok and not certificate.folded:
             first = next((row.reason for row in report.rows), "it has none")
             raise FoldError(f"{spec}: none {counts} folds: {first}")
+        more = report.analysis.choose(config.untie, insert=True, hooks=True)
+        if len(more.norms) > certificate.folded:
+            inserted = len(more.centrings())
+            lines.append(f"with --insert {len(more.norms)} fold ({inserted} centrings inserted)")
         how = (
             f"transformers reads it with LayerNorms (the same function), `from fold import hub; "
             f"hub.load({config.out!r})` with RMSNorms"
@@ -312,30 +354,26 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
     if not certificate.ok:
         raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")
     if config.out:
-        write_foreign(after, config.out, certificate, spec, inputs)
+        save(after, config.out, certificate, spec, inputs)
         lines.insert(0, f"wrote {config.out}; {how}")
     return certificate, lines
 
 
-def write_foreign(
-    model: nn.Module, out: str, certificate: Certificate, spec: str, inputs: Inputs
-) -> None:
-    """Save a folded model under a temporary name, load it, compare, and only then rename.
-
-    Raises:
-        UserError: what is loaded is another model.
-    """
-    with whole_folder(Path(out)) as folder:
-        save(model, folder, certificate, spec)
-        again = load(folder) if (folder / RECIPE).exists() else load_pretrained(folder)
-        outputs = [tree_leaves(run(one, inputs, widen=False)) for one in (model, again)]
-        pairs = zip(*outputs, strict=True)
-        same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
-        if touched(model, again) or not same:
-            raise UserError(
-                f"out={out}: nothing written: loaded again, {spec} would be another model: "
-                "please report it"
-            )
+def scale_factor(
+    model: nn.Module, inputs: dict[str, Any], spec: str, config: ConvertConfig
+) -> float:
+    """Return the factor that the key says, as 2^-6; or measure the stream on the text (auto)."""
+    if config.factor == "auto":
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        meta = {"tokenizer": "hf", "path": str(model_folder(spec))}
+        windows = text_windows(config.text, meta, min(most or LENGTH, LENGTH), WINDOWS)
+        names = [name for name in ("input_ids", "decoder_input_ids") if name in inputs]
+        examples = [inputs | dict.fromkeys(names, window[None]) for window in windows]
+        return automatic_factor(model, examples, plan_rescaling(Graph(model, inputs)))
+    found = re.fullmatch(r"2\^(-?\d+)", config.factor)
+    if not found:
+        raise ConfigError(f"factor={config.factor}: it is a power of two, as 2^-6, or auto")
+    return 2.0 ** int(found[1])
 
 
 def left_lines(certificate: Certificate) -> list[str]:
@@ -358,7 +396,7 @@ def logits_of_head(model: GPT, hidden: Tensor) -> Tensor:
 def analyze(spec: str, config: ConvertConfig) -> Report:
     """Analyse the LayerNorms of a model, ours or transformers', as fold.analyze does."""
     if is_foreign(spec, config):
-        model = load_pretrained(spec)
+        model = load_as_saved(spec)
         return fold.analyze(model, foreign_inputs(model, config), config.rules)
     model = load_model(spec)
     if model.lm_head is None:
@@ -427,7 +465,7 @@ def main(argv: list[str]) -> None:
         print(report)
         told |= json.loads(report.to_json())
     else:
-        foreign = config.to in ("rms", "weightless") and is_foreign(spec, config)
+        foreign = config.to in OF_ANY_MODEL and is_foreign(spec, config)
         certificate, lines = (convert_foreign if foreign else convert_ours)(spec, config)
         print(*lines, certificate, sep="\n")
         names = ("ok", "max_rel", "folded", "inserted", "kl")

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import gmean
 
+from common.code_digest import check_digests, shortened
 from common.errors import ConfigError, UserError, printable, run_program
 from common.norm_file import NormFile, split_norm_file
 from common.output import (
@@ -347,8 +348,17 @@ def rates_text(arms: Arms) -> str:
     return RATES_TABLE.format(metric=rates_metric(arms))
 
 
-def exchange_text(arms: Arms, baseline: str) -> str:
-    """Say what tokens are worth in nats, by the baseline's curves."""
+def exchange_text(arms: Arms, baseline: str, token_slope: float) -> str:
+    """Say what tokens are worth in nats, by the slope given or else by the baseline's curves."""
+    meaning = (
+        "In tokens: how many more (+) or fewer (-) tokens the baseline would need for the arm's "
+        "loss. Exchange rate, "
+    )
+    if token_slope:
+        return (
+            f"{meaning}as given (--token_slope={token_slope:g}): 1 % more tokens buy "
+            f"{token_slope * np.log(1.01):.5f} nats per token."
+        )
     rate = mean_exchange_rate(list(arms[baseline].values()))
     if rate is None:
         return (
@@ -356,10 +366,9 @@ def exchange_text(arms: Arms, baseline: str) -> str:
             "three evaluations or more in their later half, and a loss that still falls."
         )
     return (
-        "In tokens: how many more (+) or fewer (-) tokens the baseline would need for the arm's "
-        f"loss. Exchange rate, from the later half of the {code(baseline)} curves: 1 % more tokens "
-        f"buy {rate * np.log(1.01):.5f} nats per token. The learning rate's decay is in it, so it "
-        "is an upper estimate, and what a difference is worth in tokens a lower one."
+        f"{meaning}from the later half of the {code(baseline)} curves: 1 % more tokens buy "
+        f"{rate * np.log(1.01):.5f} nats per token. The learning rate's decay is in it, so it is "
+        "an upper estimate, and what a difference is worth in tokens a lower one."
     )
 
 
@@ -394,6 +403,19 @@ def header_text(arms: Arms) -> str:
         f"{len(runs)} runs, {len(arms)} arms. Device: {devices}; torch {torch}; commit {commits}; "
         f"{sizes} parameters; {tokens} training tokens a run."
         + (f" Study: {studies}." if studies else "")
+        + same_code_text(runs)
+    )
+
+
+def same_code_text(runs: list[Run]) -> str:
+    """Say which codes are taken as one; "" if no run says so, nor whoever reports."""
+    said = {frozenset(run.codes) for run in runs if len(run.codes) > 1}
+    if not said:
+        return ""
+    classes = "; ".join(sorted(" = ".join(sorted(codes)) for codes in said))
+    return (
+        f" Code that is said to be one, because a recorded run that was trained again was equal to "
+        f"the bit (--same_code): {classes}."
     )
 
 
@@ -411,6 +433,7 @@ class Report:
         left_out: one line for each run or pair that is not compared.
         alone: why nothing is compared; "" if something is.
         at_rates: runs with these settings at all learning rates.
+        token_slope: nats that e times as many tokens buy, as given; 0: by curves.
     """
 
     baseline: str
@@ -421,6 +444,7 @@ class Report:
     left_out: list[str]
     alone: str
     at_rates: Arms
+    token_slope: float = 0.0
 
     @property
     def judged(self) -> list[Comparison]:
@@ -433,13 +457,14 @@ class Report:
         return [row for row in self.rows if row.not_judged]
 
 
-def make_report(arms: Arms, baseline: str, delta: float) -> Report:
+def make_report(arms: Arms, baseline: str, delta: float, token_slope: float = 0.0) -> Report:
     """Pair and compare runs.
 
     Args:
         arms: all runs.
         baseline: an arm.
         delta: margin of val loss, post hoc; 0 for none.
+        token_slope: nats that e times as many tokens buy the baseline; 0: by its curves.
 
     Raises:
         UserError: the runs cannot be compared.
@@ -451,7 +476,7 @@ def make_report(arms: Arms, baseline: str, delta: float) -> Report:
     pairs, left_out = pair_by_seed(arms, baseline)
     alike = like_baseline(arms, baseline)
     diverged = diverged_arms(alike)
-    rows, not_measured = compare(pairs, baseline, delta, diverged)
+    rows, not_measured = compare(pairs, baseline, delta, diverged, token_slope=token_slope)
     bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
     # Without any pair, all runs of the baseline stay.
     compared = {baseline: bases or arms[baseline]}
@@ -478,6 +503,7 @@ def make_report(arms: Arms, baseline: str, delta: float) -> Report:
         left_out=left_out + not_measured,
         alone="" if rows else ALONE,
         at_rates=like_baseline(arms, baseline, RATES),
+        token_slope=token_slope,
     )
 
 
@@ -525,7 +551,10 @@ def report_text(report: Report) -> str:
     parts += verdict_sentences(report.judged, report.unjudged)
     parts.append(report.alone)
     if report.judged:
-        parts += [table_of(map(verdict_cells, report.judged)), exchange_text(arms, baseline)]
+        parts += [
+            table_of(map(verdict_cells, report.judged)),
+            exchange_text(arms, baseline, report.token_slope),
+        ]
         parts += ["## Tests", table_of(map(test_cells, report.judged))]
     parts.append(HOW)
     if stability := stability_rows(report.stable):
@@ -583,6 +612,15 @@ class ReportConfig:
     pictures: bool = key(True, "make report.html, which has pictures")
     published: bool = key(False, "judge CoupledNorm's Table 1, and nothing else")
     delta_val_loss: float = key(0.0, "margin of val_loss and val_loss_full, post hoc", least=0.0)
+    token_slope: float = key(
+        0.0,
+        "nats that e times as many tokens buy the baseline, from runs of several lengths "
+        "(0: by the slope of its curves, which makes the tokens too few)",
+        least=0.0,
+    )
+    same_code: tuple[str, ...] = key(
+        (), "digests of code, one code by a recorded run that was equal to the bit"
+    )
 
 
 def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
@@ -739,6 +777,7 @@ def main(argv: list[str]) -> None:
     if config.published:
         published.print_verdicts()
         return
+    check_digests("same_code", config.same_code)
     if not paths:
         raise ConfigError("name one run folder or more (--help says more)")
     out = target_folder(config, paths)
@@ -752,6 +791,7 @@ def main(argv: list[str]) -> None:
     runs = find_runs(paths)
     for run in runs:
         run.check()
+        run.said_same = shortened(config.same_code)
         check_norm_file(run, norm_file)
     if not config.baseline:
         for run in runs:
@@ -761,7 +801,7 @@ def main(argv: list[str]) -> None:
             print(f"wrote {plot_loss(runs, Path(config.plot or out / 'loss.png'))}")
         print("for a comparison of several seeds: --baseline=NORM_TYPE --out=DIR")
         return
-    report = make_report(by_arm(runs), config.baseline, config.delta_val_loss)
+    report = make_report(by_arm(runs), config.baseline, config.delta_val_loss, config.token_slope)
     write_report(report, out, config.pictures)
     first = out / ("report.html" if config.pictures else "report.md")
     print(f"{said(report)}\n\nwrote {first}, and beside it tables and CSV files")

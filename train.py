@@ -2,7 +2,7 @@
 
     # one process, on a GPU or a CPU; any key can be changed
     python train.py config/demo.py
-    python train.py config/demo.py --norm_type=rms --out_dir=out/rms
+    python train.py config/demo.py --norm_type=peri --out_dir=out/peri
 
     # a norm of your own, a class in a file (docs/norms.md)
     python train.py config/demo.py --norm_file=my_norm.py --norm_type=MeanAbs --out_dir=out/mine

@@ -34,6 +34,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ from study.traffic import bytes_of_one_block, bytes_of_one_more_block
 
 # Blocks of mixln are those of post and of rms; taper begins as rms and ends as none.
 MIXTURES = ("mixln", "taper")
-ARMS = {
+ARMS: dict[str, dict[str, Any]] = {
     **{name: {} for name in NORM_TYPES if name not in MIXTURES},
     "coupled, fold": {"coupled_impl": "fold"},
     "coupled, full gradient": {"coupled_grad": "full"},
@@ -97,8 +98,8 @@ def count(
     They are of one block, and of stacks with these residual streams. A norm plan whose first block
     is not like the others, or whose blocks are closed by a norm, has no figure of one block.
     """
-    shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
-    shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], **ARMS[arm]})
+    keys = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
+    shape = GPTConfig(**keys | {"norm_type": arm.split(",")[0], **ARMS[arm]})
     row = {}
     if NormPlan(shape, shape.n_layer, shape.n_embd, shape.bias).adds_plainly:
         row["one block"] = bytes_of_one_block(shape, config.tokens)
@@ -136,9 +137,22 @@ def main(argv: list[str]) -> None:
     print(json.dumps(rows))
 
 
+def stamps(records: dict[str, dict[str, Any]]) -> str:
+    """Return versions and commit of the rows; where they differ, of whom each is."""
+    arms: dict[str, list[str]] = {}
+    for arm, record in records.items():
+        versions = record["versions"]  # older records do not say which triton
+        parts = [f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions]
+        arms.setdefault(", ".join([*parts, f"commit {record['git']}"]), []).append(arm)
+    if len(arms) == 1:
+        return next(iter(arms))
+    return "; ".join(f"{stamp} ({', '.join(its)})" for stamp, its in arms.items())
+
+
 def write(folder: Path, config: LedgerConfig, rows: dict[str, dict[str, float]]) -> None:
     """Write README.md and ledger.jsonl, one line per arm, with what is there of other arms."""
     place = environment(torch.device("cpu"))
+    place["versions"] |= installed("triton")
     names = ("n_embd", "n_head", "inner", "block_size", "tokens")
     shape = {name: getattr(config, name) for name in names}
     old = read_json(folder / "ledger.jsonl") if config.arms else []
@@ -147,12 +161,11 @@ def write(folder: Path, config: LedgerConfig, rows: dict[str, dict[str, float]])
         records[arm] = {"norms": arm, "bytes_per_token": row, **shape, **place}
     all_rows = {arm: record["bytes_per_token"] for arm, record in records.items()}
     keys = made_with(dataclasses.replace(config, arms=""))
-    versions = f"torch {torch.__version__}, triton {installed('triton')['triton']}"
     text = f"""# Bytes that the norms of a block move in training
 
 kB per token and block, forward + backward; in brackets the difference from `rms`.
 d = {config.n_embd}, {config.tokens:,} tokens. Counted in the code that inductor generates for an
-H200, without one; {versions}, commit {place["git"]}. Made by
+H200, without one; {stamps(records)}. Made by
 `python -m bench.bytes {keys}`; what is counted stands at the head of that program.
 
 {table(all_rows)}
@@ -167,8 +180,7 @@ H200, without one; {versions}, commit {place["git"]}. Made by
 - copied: the same, with an addmm that copies its residual operand first, as PyTorch's does
 - float32 stream: what one more block costs train.py's model by default; whole: with attention's and
   the MLP's kernels
-- rows that were counted at another time have their commit in ledger.jsonl. What the two products of
-  a gate of gatednorm move is not counted, as of any product
+- what the two products of a gate of gatednorm move is not counted, as of any product
 """
     write_results(folder, "ledger", list(records.values()), "README.md", text)
 

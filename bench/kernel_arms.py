@@ -4,7 +4,7 @@ people's kernels.
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,6 +247,9 @@ PEERS = {
 }
 
 
+ARMS = ("triton", "reference", "torch", "compiled", *PEERS)
+
+
 def make_inputs(
     letters: str, rows: int, channels: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
@@ -266,20 +269,33 @@ def make_inputs(
     return found
 
 
-def arms_of(name: str, device: torch.device) -> tuple[dict[str, Function], list[str]]:
-    """(the contestants for operator `name`, why others are missing). The first one is ours."""
+def arms_of(
+    name: str, device: torch.device, only: Collection[str] = ()
+) -> tuple[dict[str, Function], list[str]]:
+    """Return the contestants for operator `name`, and why others are missing.
+
+    The first contestant is ours.
+
+    Args:
+        only: of ARMS, those that take part beside ours; empty: all. UNSCALED comes with "torch".
+    """
     operator = OPERATORS[name]
     on_gpu = device.type == "cuda"
-    missing = []
+    wanted = {*(only or ARMS)}
+    missing: list[str] = []
     arms = {"triton": operator.ours("triton")} if on_gpu else {}
-    arms |= {"reference": operator.ours("torch"), "torch": operator.plain}
-    if name in UNSCALED_ACTIVATIONS:
-        arms[UNSCALED] = UNSCALED_ACTIVATIONS[name]
+    if not on_gpu or "reference" in wanted:
+        arms["reference"] = operator.ours("torch")
+    if "torch" in wanted:
+        arms["torch"] = operator.plain
+        if name in UNSCALED_ACTIVATIONS:
+            arms[UNSCALED] = UNSCALED_ACTIVATIONS[name]
     if not on_gpu:
         return arms, missing
-    arms["compiled"] = torch.compile(operator.ours("torch"), dynamic=False)
+    if "compiled" in wanted:
+        arms["compiled"] = torch.compile(operator.ours("torch"), dynamic=False)
     for peer_name, peer in PEERS.items():
-        if name not in peer.calls:
+        if name not in peer.calls or peer_name not in wanted:
             continue
         module = peer.module
         try:

@@ -2,6 +2,7 @@
 
     python -m bench.kernels --out=results/h100/kernels  # all operators, on the GPU that is here
     python -m bench.kernels --ops=rms_norm,add_rms_norm --channels=768,2048 --dtype=float16
+    python -m bench.kernels --arms=triton  # ours and the copies alone
     python -m bench.kernels --host=True  # what a call costs the host, in place of the rest
 
 Share of copy bandwidth: the time of a plain copy that moves the fewest bytes the operator needs,
@@ -42,6 +43,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench.kernel_arms import (
+    ARMS,
     OPERATORS,
     UNSCALED,
     Function,
@@ -71,6 +73,9 @@ class KernelBenchConfig:
     ops: tuple[str, ...] = key(tuple(OPERATORS), "operators, separated by commas")
     channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192), "sizes C", least=1)
     rows: tuple[int, ...] = key((65536, 12288), "rows (tokens), the most of them", least=1)
+    arms: tuple[str, ...] = key(
+        (), "arms beside ours, separated by commas ('': all that there are; triton: none)"
+    )
     dtype: str = key(
         "bfloat16",
         "of activations; gains, statistics and maths are in float32",
@@ -84,6 +89,8 @@ class KernelBenchConfig:
     def __post_init__(self) -> None:
         if unknown := {*self.ops} - {*OPERATORS}:
             raise ConfigError(f"ops: {min(unknown)!r} is none of {', '.join(OPERATORS)}")
+        if unknown := {*self.arms} - {*ARMS}:
+            raise ConfigError(f"arms: {min(unknown)!r} is none of {', '.join(ARMS)}")
 
 
 class Case:
@@ -199,7 +206,7 @@ def measure(
     """
     torch._dynamo.reset()
     case = Case(name, rows, channels, getattr(torch, config.dtype), device)
-    arms, missing = arms_of(name, device)
+    arms, missing = arms_of(name, device, config.arms)
     for arm in [arm for arm in arms if arm != UNSCALED]:
         with others_may_fail(arm, arms, missing):
             error = case.error(arms[arm])
@@ -207,7 +214,12 @@ def measure(
                 raise UserError(
                     f"{arm} of {name} at C = {channels} is wrong, relative error {error:.2g}"
                 )
-    return [record(config, case, phase, arms, missing) for phase in PHASES]
+    found = []
+    for phase in PHASES:
+        found.append(record(config, case, phase, arms, missing))
+        if found[-1]["rounds"] < config.rounds:
+            break  # interrupted
+    return found
 
 
 def calls_of(
@@ -235,7 +247,7 @@ def calls_of(
             calls[arm] = call
     for name, copy in copies.items():
         move = functools.partial(case.copy, phase, copy)
-        calls[COPY + name] = prepared(lambda move=move: move)
+        calls[COPY + name] = prepared(functools.partial(lambda move: move, move))
     return calls
 
 
@@ -257,7 +269,7 @@ def record(
 ) -> dict[str, Any]:
     """Measure one operator, size and phase: shares of copy bandwidth, and arms' times over ours."""
     calls = calls_of(case, phase, arms, missing)
-    times = time_arms(calls, config.rounds, case.device, cycles=QUEUEING)
+    times = time_arms(calls, config.rounds, case.device, cycles=QUEUEING, least=6)
     middle = {name: median(values) / len(case.sets) for name, values in times.items()}
     fewest = case.bytes[PHASES.index(phase)]
     moves = [name for name in calls if name.startswith(COPY)]
@@ -270,6 +282,7 @@ def record(
         "channels": case.channels,
         "rows": case.rows,
         "dtype": config.dtype,
+        "rounds": len(times[ours]),
         "fewest_bytes": fewest,
         "is_cold": is_cold(fewest * len(case.sets), l2_bytes(case.device)),
         "copy": copy,
@@ -388,12 +401,15 @@ def main(argv: list[str]) -> None:
     records = []
     # With donated buffers a compiled backward could run only once.
     with torch._functorch.config.patch(donated_buffer=False):
-        for case in tqdm(cases, unit="case", disable=not sys.stderr.isatty()):
-            records += [row | place for row in measure(config, *case, device)]
+        for name, rows, channels in tqdm(cases, unit="case", disable=not sys.stderr.isatty()):
+            found = measure(config, name, rows, channels, device)
+            records += [row | place for row in found]
             if config.out:
                 write_results(
                     Path(config.out), "kernels", records, "README.md", report(config, records)
                 )
+            if found[-1]["rounds"] < config.rounds:
+                break  # interrupted
     print(report(config, records))
     names = ("operator", "phase", "rows", "channels", "share")
     print(json.dumps([{name: row[name] for name in names} for row in records]))

@@ -22,8 +22,12 @@ process (memory, float32 products) holds for all arms. Batches are random tokens
 and on the device beforehand. All keys of train.py are accepted, so that its config files can be
 used; those of data, schedule and evaluation have no effect. In each round all arms take turns in a
 new random order. Ratios are geometric means over rounds with 95 % t intervals, not corrected for
-their number; above 1 the arm is faster. Ctrl-C ends the measurement and keeps the rounds so far.
-The last line is JSON.
+their number; above 1 the arm is faster. Ctrl-C and SIGTERM end the measurement and keep the rounds
+so far. The last line is JSON.
+
+As soon as an arm is compiled, a few steps of it are timed by themselves, and OUT/unpaired.jsonl has
+its speed, MFU and peak memory: what a machine that is taken away has told by then. rounds=0 ends
+there, which also fills the caches of compiled code for the next process.
 """
 
 import dataclasses
@@ -43,7 +47,7 @@ from common.auto import AUTO
 from common.distributed import Ranks
 from common.environment import faster_float32_products, peak_flops, timing_environment
 from common.errors import ConfigError, run_program
-from common.output import card, markdown, span, write_results
+from common.output import append_json, card, markdown, span, write_results
 from common.stats import paired_ratio
 from configurator import key, parse_args
 from decode.timing import time_arms
@@ -52,6 +56,7 @@ from train import TrainConfig
 
 CONTROLS = ("rms", "rms-no-mlp-gamma", "layer")
 WARM_UP = 2  # steps after the first, which compiles and allocates
+ALONE = 5  # steps that are timed as soon as an arm is ready
 AGAIN = " (A/A)"
 LOW = ("bfloat16", "float16")
 Record = dict[str, Any]
@@ -68,16 +73,20 @@ class TrainBenchConfig(TrainConfig):
     )
     controls: bool = key(True, f"add the arms that every comparison needs: {', '.join(CONTROLS)}")
     nanogpt: str = key("", "folder with upstream nanoGPT, for the arm of that name")
-    rounds: int = key(20, "rounds; in each, all arms take turns", least=2)
+    rounds: int = key(
+        20, "rounds; in each, all arms take turns (0: each arm by itself)", least=2, zero=True
+    )
     steps: int = key(1, "optimiser steps of an arm's turn, timed together", least=1)
     profile: bool = key(
         False, "afterwards, where each arm's time goes, kernels by kind (bench/train_profile.py)"
     )
-    out: str = key("", "write README.md and steps.jsonl into this folder")
+    sync: bool = key(False, "warn where the host waits for the GPU in a step")
+    optimize_ddp: bool = key(True, "under torchrun: cut a compiled model where DDP's buckets end")
+    out: str = key("", "write README.md, steps.jsonl and unpaired.jsonl into this folder")
 
 
 def all_arms(config: TrainBenchConfig) -> list[TrainArm]:
-    """Return the arms of the list, the controls that it lacks, and the second copy of its first.
+    """Return the arms of the list, the controls that it lacks, and a second copy of its first.
 
     Raises ConfigError.
     """
@@ -91,6 +100,8 @@ def all_arms(config: TrainBenchConfig) -> list[TrainArm]:
     arms += [arm for arm in parse_arms(";".join(added), common) if arm.name not in there]
     if not config.nanogpt and any(arm.is_nanogpt for arm in arms):
         raise ConfigError("arms: nanogpt needs --nanogpt=FOLDER, a clone of karpathy/nanoGPT")
+    if not config.rounds:  # nothing is compared
+        return arms
     return [*arms, dataclasses.replace(arms[0], name=arms[0].name + AGAIN)]
 
 
@@ -106,19 +117,22 @@ def make_batches(config: TrainConfig, device: torch.device) -> list[Batch]:
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
 
 
-def measure(config: TrainBenchConfig, device: torch.device) -> tuple[list[Record], dict[str, Step]]:
-    """Prepare and time all arms; return a record for each, and their steps by name.
+def prepare(
+    config: TrainBenchConfig, arms: list[TrainArm], place: Record, device: torch.device
+) -> tuple[list[Record], dict[str, Step]]:
+    """Build, compile and warm up the arms in turn; return a record for each, and steps by name.
 
-    Each is built, compiled and warmed up in turn. Other arms keep their weights in memory; they do
-    not count for its peak.
+    A record has the arm's figures by itself, and is printed and written at once. Other arms keep
+    their weights in memory; they do not count for its peak.
     """
     torch._dynamo.config.recompile_limit = 64  # all arms' models share the code of one forward
+    torch._dynamo.config.optimize_ddp = config.optimize_ddp
     on_cuda = device.type == "cuda"
     batches = make_batches(config, device)
-    steps = {}
+    flops = flops_per_token(arms)
+    steps: dict[str, Step] = {}
     records: list[Record] = []
-    listed = [settle(arm, device) for arm in all_arms(config)]
-    for arm in tqdm(listed, desc="compiling", unit="arm", disable=not sys.stderr.isatty()):
+    for arm in tqdm(arms, desc="compiling", unit="arm", disable=not sys.stderr.isatty()):
         before = torch.cuda.memory_allocated(device) if on_cuda else 0
         step = steps[arm.name] = build_step(arm, batches, device, config.nanogpt)
         record: Record = {"arm": arm.name, "peak_memory": None}
@@ -130,24 +144,64 @@ def measure(config: TrainBenchConfig, device: torch.device) -> tuple[list[Record
             torch.cuda.reset_peak_memory_stats(device)
             step()
             record["peak_memory"] = torch.cuda.max_memory_allocated(device) - before
-        records.append(record)
-    times = time_arms(steps, config.rounds, device, steps=config.steps)
+        if config.sync and on_cuda:
+            report_waits(step)
+        alone = time_arms({arm.name: step}, ALONE, device, least=0)[arm.name]
+        records.append(record | figures(config, arm, alone, flops, device))
+        print(f"by itself: {json.dumps(shown(records[-1]))}", flush=True)
+        if config.out:
+            append_json(Path(config.out) / "unpaired.jsonl", records[-1] | place)
+    return records, steps
+
+
+def report_waits(step: Step) -> None:
+    """Run a step in which PyTorch warns of each call that makes the host wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def flops_per_token(arms: list[TrainArm]) -> float:
+    """Return the first arm's operations per token: MFU counts no other work."""
     with torch.device("meta"):
-        flops = GPT(listed[0].config).flops_per_token()
-    peak = peak_flops(device)
-    # The arms that all others are compared with: the first, rms, and nanoGPT.
-    bases = [
-        arm.name for arm in listed[:-1] if arm is listed[0] or arm.name == "rms" or arm.is_nanogpt
-    ]
+        return GPT(arms[0].config).flops_per_token()
+
+
+def figures(
+    config: TrainBenchConfig,
+    arm: TrainArm,
+    seconds: list[float],
+    flops: float,
+    device: torch.device,
+) -> Record:
+    """Return an arm's speed and MFU, from the seconds of its steps and operations per token."""
     tokens = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    for record in records:
-        own = times[record["arm"]]
-        record["seconds"] = own
-        record["tokens_per_s"] = speed = tokens / median(own)
-        # The peak that is known is that of 16-bit products.
-        record["mfu"] = speed * flops / peak if peak and record["dtype"] in LOW else None
+    speed = tokens / median(seconds)
+    peak = peak_flops(device)
+    # The peak that is known is that of 16-bit products.
+    mfu = speed * flops / peak if peak and arm.config.dtype in LOW else None
+    return {"seconds": seconds, "tokens_per_s": speed, "mfu": mfu}
+
+
+def measure(
+    config: TrainBenchConfig, place: Record, device: torch.device
+) -> tuple[list[Record], dict[str, Step]]:
+    """Prepare and time all arms; return a record for each, and their steps by name."""
+    arms = [settle(arm, device) for arm in all_arms(config)]
+    records, steps = prepare(config, arms, place, device)
+    if not config.rounds:
+        return records, steps
+    times = time_arms(steps, config.rounds, device, steps=config.steps)
+    flops = flops_per_token(arms)
+    # The arms that all others are compared with: the first, rms, and nanoGPT.
+    bases = [arm.name for arm in arms[:-1] if arm is arms[0] or arm.name == "rms" or arm.is_nanogpt]
+    for arm, record in zip(arms, records, strict=True):
+        own = times[arm.name]
+        record |= figures(config, arm, own, flops, device)
         record["speed_over"] = {
-            base: paired_ratio(times[base], own) for base in bases if base != record["arm"]
+            base: paired_ratio(times[base], own) for base in bases if base != arm.name
         }
     return records, steps
 
@@ -226,14 +280,21 @@ def main(argv: list[str]) -> None:
     if ranks.device.type == "cpu":
         faster_float32_products(config.n_embd, config.head_channels)
     place = timing_environment(ranks.device)
-    records, steps = measure(config, ranks.device)
-    save(config, place, records)  # before the profiler, which takes minutes on a GPU
-    if config.profile:
+    records, steps = measure(config, place, ranks.device)
+    if config.rounds:
+        save(config, place, records)  # before the profiler, which takes minutes on a GPU
+    is_whole = len(records[0]["seconds"]) == config.rounds  # not interrupted
+    if config.profile and is_whole:
         for record in records:
             record["kernels"] = profile_step(steps[record["arm"]], ranks.device)
         save(config, place, records)
-    shown = ("tokens_per_s", "mfu", "peak_memory", "speed_over")
-    print(json.dumps([{name: row[name] for name in ("arm", *AUTO, *shown)} for row in records]))
+    print(json.dumps([shown(row) for row in records]))
+
+
+def shown(record: Record) -> Record:
+    """Return what a terminal sees of a record."""
+    names = ("arm", *AUTO, "tokens_per_s", "mfu", "peak_memory", "speed_over")
+    return {name: record[name] for name in names if name in record}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,7 +151,7 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     starts = range(0, len(batches), at_once)
 
     def step() -> Tensor:
-        losses = 0.0
+        losses: Any = 0.0
         for start in starts:
             # (at_once B, T) each
             x, y = (torch.cat(parts) for parts in zip(*batches[start : start + at_once]))

@@ -169,7 +169,7 @@ class Ranks:
         A rank whose own exception is not a UserError keeps that one, with its traceback.
         """
         is_unexpected = own is not None and not isinstance(own, UserError)
-        sent = own
+        sent: Any = own
         if is_unexpected:
             sent = UserError(f"rank {self.rank} failed: {type(own).__name__}: {own}")
         first = next(filter(None, self.of_all(sent)), None)

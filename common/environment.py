@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from .code_digest import ROOT
 from .errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[1]
 # What git compares to tell whether two commits differ in code. A bench may be writing to results/.
 CODE = ("--", ".", ":!results", ":!docs", ":!tests", ":!config", ":!*.md")
 # Instructions that a product may be made of

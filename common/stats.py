@@ -7,9 +7,10 @@ bootstrap are reported as checks and decide nothing.
 
 import bisect
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from scipy import special, stats  # special's t distribution is 300 times faster
@@ -345,7 +346,7 @@ def seconds(arm: Callable[[], None], clock: Callable[[], float] = perf_counter) 
 
 
 def paired_times(
-    arms: dict[str, Callable[[], None]],
+    arms: Mapping[str, Callable[[], Any]],
     rounds: int,
     seed: int = 0,
     after_round: Callable[[], None] | None = None,

@@ -51,7 +51,7 @@ PUBLISHED = {
 STEPS = 16  # tokens decoded with a cache, for one timing
 # Arm -> norm type, and keys of the model. The gains of a random model are 1, so RMSNorm without
 # gains is RMSNorm with its gains folded.
-ARMS = {
+ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "rms": ("rms", {}),
     "taper": ("taper", {}),
     "rms_folded": ("rms", {"norm_gain": "none"}),
@@ -149,7 +149,7 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
             for _ in range(3):  # warm-up: compilation, memory, clocks
                 for call in calls.values():
                     call()
-            times = time_arms(calls, config.rounds, device)
+            times = time_arms(calls, config.rounds, device, least=6)
             row = {
                 "batch": batch,
                 "context": context,

@@ -151,7 +151,8 @@ def floor_bytes(packed: PackedGPT, batch: int, context: int) -> int:
     Of those a local block reads its window at most.
     """
     config = packed.config
-    matrices = [part.weight for part in (*packed.entries, *packed.exits)]
+    parts: list[Any] = [*packed.entries, *packed.exits]
+    matrices = [part.weight for part in parts]
     for entry in packed.entries:
         if entry.norm is not None:  # GatedNorm has matrices
             matrices += [weight for weight in entry.norm.parameters() if weight.dim() == 2]

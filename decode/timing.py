@@ -5,10 +5,12 @@ that between two events around the call. On a CPU with one thread it is the proc
 other programs disturb less; with more threads a clock's.
 """
 
+import contextlib
 import functools
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,6 +71,21 @@ def gpu_seconds(call: Callable[[], Any], cycles: int = 0) -> float:
     return start.elapsed_time(end) / 1000
 
 
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, as Ctrl-C does.
+
+    SIGINT is set as well: a shell's background job is started without it.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
 def time_arms(
     arms: dict[str, Callable[[], Any]],
     rounds: int,
@@ -79,7 +96,7 @@ def time_arms(
 ) -> dict[str, list[float]]:
     """Return arm -> seconds of one call in each round.
 
-    Ctrl-C ends it; an unfinished round is left out.
+    Ctrl-C or SIGTERM ends it; an unfinished round is left out.
 
     Args:
         steps: calls of an arm's turn, timed together.
@@ -98,6 +115,9 @@ def time_arms(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         measure = functools.partial(gpu_seconds, cycles=cycles)
-    with tqdm(total=rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
+    with (
+        signals_interrupt(),
+        tqdm(total=rounds, unit="round", disable=not sys.stderr.isatty()) as bar,
+    ):
         times = paired_times(turns, rounds, after_round=bar.update, measure=measure, least=least)
     return {name: [value / steps for value in values] for name, values in times.items()}

@@ -4,6 +4,8 @@ python -m evidence.archive runs.tar.xz
     print the names of its runs, one a line
 python -m evidence.archive runs.tar.xz out/small/rms-8
     add a run (config, log, HellaSwag items), or replace the one of this name
+python -m evidence.archive runs.tar.xz out/small/rms-8 --diff
+    with the changes of its code that no commit has (uncommitted.diff), if there are any
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.code_digest import UNCOMMITTED
 from common.errors import ConfigError, UserError, run_program
 from common.inputs import read_regular
 from common.output import write_bytes_atomically, writing
@@ -164,12 +167,18 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def add(archive: Path, *runs: Path) -> None:
+def add(archive: Path, *runs: Path, diff: bool = False) -> None:
     """Put run folders into the archive; each replaces the run of the same name.
+
+    With `diff` the changes of their code that no commit has are kept: somebody may not want to show
+    them.
 
     Raises UserError, and then leaves the archive unchanged.
     """
     added = {f"{run.name}/{name}": part for run in runs for name, part in files_of(run).items()}
+    for run in runs:
+        if diff and (run / UNCOMMITTED).exists():
+            added[f"{run.name}/{UNCOMMITTED}"] = read_file(run / UNCOMMITTED)
     names = {run.name for run in runs}
     with locked(archive.parent):
         content = read(archive)
@@ -181,9 +190,9 @@ def main(argv: list[str]) -> None:
     """List the runs of an archive, or add some."""
     if not argv or not argv[0].endswith(SUFFIX):
         raise ConfigError(f"name an archive first, which ends in {SUFFIX} (--help says more)")
-    archive, *runs = map(Path, argv)
+    archive, *runs = [Path(word) for word in argv if word != "--diff"]
     if runs:
-        add(archive, *runs)
+        add(archive, *runs, diff="--diff" in argv)
     else:
         sys.stdout.writelines(f"{name}\n" for name in sorted(by_run(read(archive))))
 

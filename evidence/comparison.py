@@ -146,8 +146,9 @@ class Comparison:
     def tokens(self, difference: float) -> float | None:
         """Return the share of tokens that a difference is worth, 0.02 for 2 % more tokens.
 
-        The arm ends where the baseline would with that many more tokens, or fewer if negative. The
-        exchange rate is an upper estimate, so the share is nearer to zero than the true one.
+        The arm ends where the baseline would with that many more tokens, or fewer if negative. An
+        exchange rate by curves is an upper estimate, and the share nearer to zero than the true
+        one.
         """
         return None if self.rate is None else float(np.expm1(-difference / self.rate))
 
@@ -448,6 +449,7 @@ def compare(
     diverged: dict[str, str],
     rate_errors: Mapping[str, float] = MappingProxyType({}),
     tests: int = 0,
+    token_slope: float = 0.0,
 ) -> tuple[list[Comparison], list[str]]:
     """Compare every arm with the baseline in every metric.
 
@@ -458,6 +460,7 @@ def compare(
         rate_errors: arm -> standard error of its loss less the baseline's, nats, for learning rates
             that are not known exactly. All seeds share it.
         tests: arms that were declared together, if some cannot be tested.
+        token_slope: nats that e times as many tokens buy the baseline; 0: by its curves.
 
     Returns:
         One comparison for each metric and arm with two pairs or more, and lines about pairs that
@@ -466,7 +469,7 @@ def compare(
     rows: list[Comparison] = []
     left_out: list[str] = []
     bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
-    rate = mean_exchange_rate(list(bases.values()))
+    rate = token_slope or mean_exchange_rate(list(bases.values()))
     for metric in METRICS.values():
         found: dict[str, Measured] = {}
         for arm, its_pairs in pairs.items():

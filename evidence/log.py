@@ -90,7 +90,10 @@ OPTIONAL: dict[str, dict[str, Check]] = {
         "logit_norm": NUMBER,
         "radial_gradient": NUMBER,
     },
-    "resume": {"changed": list_of(lambda change: is_text(change) and bool(change.strip()))},
+    "resume": {
+        "changed": list_of(lambda change: is_text(change) and bool(change.strip())),
+        "same_code": list_of(is_text),
+    },
     "stability": {"clipped": NUMBER, "spikes": NUMBER, "attention_logit": NUMBER},
     "val_full": {
         "step": is_count,
@@ -112,6 +115,7 @@ CONFIG: dict[str, Check] = {
     "warmup_iters": is_number,
     "arm": is_text,
     "study": is_text,
+    "same_code": list_of(is_text),
     "data_dir": is_text,
     "planned_seeds": is_count,
     "jobs": is_count,

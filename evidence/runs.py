@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from common.code_digest import SHORT, shortened
 from common.errors import UserError
 from common.fingerprint import data_difference
 from common.past import (
@@ -42,6 +43,7 @@ NAMES = {
     "hellaswag_interval",
     "hellaswag_items",
     "full_val",
+    "same_code",
 }
 # The arms of a declared study may have rates of their own, chosen beforehand, and no warm-up.
 RATES = ("learning_rate", "min_lr", "warmup_iters")
@@ -49,6 +51,8 @@ RATES = ("learning_rate", "min_lr", "warmup_iters")
 HARMLESS_VERSIONS = {"python", "numpy"}
 # What is compared beside the config, as the start event tells it
 PLACE = ("world_size", "device", "float32_products")
+# What a change of the code is noted by at a resume
+CODE = ("git", "code")
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 RULES = ("acc", "acc_norm")  # how HellaSwag's choice is made (evals/hellaswag.py)
 
@@ -92,6 +96,8 @@ class Run:
         self.start = self.events[0]
         device = self.start.get("device", "")
         self.config: dict[str, Any] = chosen_then(as_today(self.start["config"]), device)
+        # Digests that whoever reports says are one code (report.py --same_code)
+        self.said_same: set[str] = set()
 
     def check(self) -> None:
         """Raise UserError for a run that cannot be compared with those of train.py."""
@@ -216,11 +222,43 @@ class Run:
         names = ("document_tokens", "document_nats")
         return np.array([self.whole_split.get(name, []) for name in names], dtype=float)
 
+    @cached_property
+    def _codes_and_changes(self) -> tuple[set[str], list[str]]:
+        codes = self._one_code({self.start["code"]} if "code" in self.start else set(), self.config)
+        changes: list[str] = []
+        for event in self.events_of("resume"):
+            changed = event.get("changed", [])
+            edited = [change for change in changed if change.startswith("code ")]
+            if edited:
+                today = self._one_code({edited[0].split()[-1]}, event)
+                if today & codes:
+                    codes |= today
+                    changed = [change for change in changed if change.split()[0] not in CODE]
+            changes += changed
+        return codes, changes
+
+    def _one_code(self, digests: set[str], event: dict[str, Any]) -> set[str]:
+        """Return short digests of code that is one with `digests`, as was said then or now."""
+        found = shortened(digests)
+        if found:
+            found |= shortened(event.get("same_code", []))
+        return found | self.said_same if found & self.said_same else found
+
+    @property
+    def codes(self) -> set[str]:
+        """Short digests of the code that trained the run, and of such as is said to train alike.
+
+        Empty in logs without a digest.
+        """
+        return self._codes_and_changes[0]
+
     @property
     def _changes(self) -> list[str]:
-        """What was other when the run was resumed, "key old -> new" each."""
-        resumed = self.events_of("resume")
-        return [change for event in resumed for change in event.get("changed", [])]
+        """What was other when the run was resumed, "key old -> new" each.
+
+        Code that is said to be the same is not other.
+        """
+        return self._codes_and_changes[1]
 
     @property
     def changed(self) -> list[str]:
@@ -458,8 +496,9 @@ def difference_in_code(run: Run, other: Run) -> str:
 
     Logs without a digest of the code do not tell.
     """
-    here, there = run.start.get("code"), other.start.get("code")
-    return f"code {here[:12]} against {there[:12]}" if here and there and here != there else ""
+    if not run.codes or not other.codes or run.codes & other.codes:
+        return ""
+    return f"code {run.start['code'][:SHORT]} against {other.start['code'][:SHORT]}"
 
 
 def item_differences(run: Run, baseline: Run, rule: str) -> np.ndarray:

@@ -70,7 +70,8 @@ from .certificate import TOLERANCE, Certificate, Check, Inputs, changed
 from .choice import Analysis, Finding
 from .gains import fold_gains
 from .graph import Graph
-from .modules import FoldedNorm, Plan, carry_out, reparametrize
+from .modules import FoldedNorm, Plan, carry_out, reparametrize, set_check
+from .norm_probes import norms_of
 from .siblings import FoldError
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "analyze",
     "fold",
     "fold_gains",
+    "norms_of",
     "parametrize_cbwc",
 ]
 
@@ -226,10 +228,8 @@ def fold(
     """
     _require_report_of(model, report)
     new, certificate = _exactly(model, report, carry_out, untie, insert)
-    for module in new.modules():
-        # Of the copy alone: what is rolled back is the user's own model.
-        if certificate.ok and isinstance(module, FoldedNorm):
-            module.check = check
+    if certificate.ok:  # else this is the user's own model
+        set_check(new, check)
     return new, certificate
 
 
@@ -293,6 +293,7 @@ def _exactly(
             folded=len(norms),
             inserted=len(plan.insertions),
             refusals=refusals,
+            to="rms",
         )
 
     def add(paths: list[str], kept: dict[str, bool]) -> dict[str, bool]:

@@ -13,6 +13,9 @@ mistakes, too. So code that casts to float32 casts to float64 while it is checke
 """
 
 import copy
+import ctypes
+import hashlib
+import inspect
 import json
 import math
 import weakref
@@ -28,7 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import (
+    keystr,
     tree_flatten,
+    tree_flatten_with_path,
     tree_leaves,
     tree_map,
     tree_map_only,
@@ -47,6 +52,8 @@ OWN_TOLERANCE = 2e-6
 OWN_ERRORS = 4
 SEED = 5489
 LARGEST = 1 << 22  # numbers of an input with one axis more
+# A relative difference beyond this is no rounding: in float32, and in any type.
+LARGEST_ROUNDING = (2e-5, 0.1)
 SCALES = (0.01, 100.0)  # what inputs are multiplied by, for a check at other magnitudes
 
 Inputs = tuple | dict[str, Any]  # positional or keyword arguments of the model
@@ -74,13 +81,33 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Written:
+    """How far what is written is off, beside the model that it was made of.
+
+    All three are largest differences to the float64 output of the model before, with its weights
+    and on the given inputs, relative to the largest output.
+
+    Attributes:
+        dtype: the coarsest type of the weights.
+        before: of the model before, computed in its own type.
+        after: of the model after, computed in its own type.
+        after_float64: of the weights after, computed in float64: what storing them has rounded.
+    """
+
+    dtype: str
+    before: float
+    after: float
+    after_float64: float
+
+
+@dataclass(frozen=True)
 class Certificate:
     """What was converted, how far before and after differ, and what was changed.
 
     Prints as a short text; to_json() holds everything.
 
     Attributes:
-        what: name of the conversion.
+        what: what was converted to what, for people.
         ok: every check is within its tolerance.
         max_abs: largest difference in float64.
         max_rel: the same, relative to the largest output.
@@ -92,6 +119,13 @@ class Certificate:
         environment: commit, versions and device.
         reason: why it is not ok.
         kl: mean KL divergence of next-token distributions in nats a token, of GPTs alone.
+        written: of a model whose weights are not float64: how far off what is written is.
+        not_covered: uses of the model of which the certificate says nothing, or that do change.
+        examples: name or position of each argument -> type and shape, or value.
+        seed: of random weights and fresh inputs.
+        weights: SHA-256 of the weights "before" and "after" (`weights_hash`).
+        to: name of the conversion.
+        notes: what else is to be said, for people.
     """
 
     what: str
@@ -106,6 +140,13 @@ class Certificate:
     environment: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     kl: float | None = None
+    written: Written | None = None
+    not_covered: list[str] = field(default_factory=list)
+    examples: dict[str, str] = field(default_factory=dict)
+    seed: int = SEED
+    weights: dict[str, str] = field(default_factory=dict)
+    to: str = ""
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         verdict = "exact" if self.ok else f"NOT exact ({self.reason})"
@@ -118,17 +159,20 @@ class Certificate:
             f"{check.max_rel:.1e}"
             for check in self.checks
         ]
+        if self.written is not None:
+            lines.append(
+                f"  what is written, in {self.written.dtype}: off from the float64 original by a "
+                f"relative {self.written.after:.1e}, the original in that type by "
+                f"{self.written.before:.1e}"
+            )
         if self.kl is not None:
             lines.append(f"  KL {self.kl:.1e} nats a token")
         if self.ok:
             is_resized = any(check.inputs == "resized" for check in self.checks)
             sizes = ", in other sizes too" if is_resized else ""
             lines.append(f"  for the arguments, branches and mode of the given inputs{sizes}")
-        if self.ok and self.folded:
-            lines.append(
-                "  for what the model returns: values inside it (attributes, hidden states that "
-                "these inputs do not ask for) are those of the changed weights"
-            )
+        lines += [f"  {note}" for note in self.notes]
+        lines += [f"  not covered: {use}" for use in self.not_covered]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -152,8 +196,8 @@ def certify(
 
     Args:
         model: it is left unchanged.
-        convert: makes the new model; it must not change its argument. It is called again on
-            float64 copies.
+        convert: returns the new model; it may change its argument, a copy that is made for it. It
+            is called again on float64 copies.
         inputs: positional (tuple) or keyword (dict) arguments of both models.
         what: a name of the conversion, for the certificate.
         random_weights: False for a conversion that is fitted to the weights it is given.
@@ -162,25 +206,19 @@ def certify(
             one example.
 
     Returns:
-        (convert(model), its certificate)
+        (convert(copy of model), its certificate)
 
     Raises:
         FoldError: a model cannot be run in float64, or its outputs cannot be compared.
     """
-    after = convert(model)
     kinds = ("given", "random") if random_weights else ("given",)
+    # These come first: later there is one more copy of the model in memory.
     checks, exact_output = _checks_in_float64(model, convert, inputs, kinds, sizes)
     worst = max(checks, key=attrgetter("max_rel"))
-    own_types = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float64}
-    if own_types:
-        coarsest = max(own_types, key=lambda dtype: torch.finfo(dtype).eps)
-        before = run(model, inputs, widen=False)
-        rounding = _check("given", "given", exact_output, before).max_rel
-        tolerance = OWN_TOLERANCE * torch.finfo(coarsest).eps / torch.finfo(torch.float32).eps
-        if math.isfinite(rounding):
-            tolerance = max(tolerance, OWN_ERRORS * rounding)
-        own = _check("given", "given", before, run(after, inputs, widen=False))
-        checks.append(replace(own, tolerance=tolerance))
+    after = convert(duplicate(model))
+    own, written = _checks_in_own_type(model, after, inputs, exact_output)
+    if own is not None:
+        checks.append(own)
     reasons = [
         f"off by a relative {check.max_rel:.1e} with {check.weights} weights on {check.inputs} "
         f"inputs in {check.dtype}, {check.tolerance:.0e} is allowed"
@@ -196,6 +234,9 @@ def certify(
         parameters=touched(model, after),
         environment=environment(next((p.device for p in model.parameters()), torch.device("cpu"))),
         reason="; ".join(reasons),
+        written=written,
+        examples=_described(inputs),
+        weights={"before": weights_hash(model), "after": weights_hash(after)},
     )
     return after, certificate
 
@@ -220,15 +261,17 @@ def changed(
         (copy, certificate); if its check fails, (model, certificate).
     """
 
-    def convert(old: nn.Module) -> nn.Module:
-        new = duplicate(old)
+    def convert(new: nn.Module) -> nn.Module:
         change(new)
         return new
 
     new, certificate = certify(model, convert, inputs, what=what, sizes=True)
-    if certificate.ok:
-        return new, replace(certificate, **told)
-    return model, replace(certificate, what=f"{type(model).__name__}: rolled back")
+    if not certificate.ok:
+        return model, replace(certificate, what=f"{type(model).__name__}: rolled back")
+    if certificate.parameters:
+        uses = [*_other_outputs(model, new, inputs), *FOLDED_USES]
+        certificate = replace(certificate, not_covered=uses)
+    return new, replace(certificate, **told)
 
 
 def _checks_in_float64(
@@ -240,41 +283,153 @@ def _checks_in_float64(
 ) -> tuple[list[Check], Any]:
     """Check the conversion of float64 copies; of other magnitudes and of other sizes the worst.
 
+    There is one float64 copy at a time: it is run on all inputs, converted, and run again.
+
     Returns:
         The checks, and the model's float64 output for its given weights and the given inputs.
     """
     checks = []
-    outputs = []
-    wide = widened(duplicate(model))
+    first_outputs = []
     inputs = _double(inputs)
     for kind in kinds:
+        wide = widened(duplicate(model))
         if kind == "random":
             randomize(wide)
+        cases = [
+            (source, x, _run_in_float64(wide, x))
+            for source, x in (("given", inputs), ("fresh", fresh_inputs(inputs)))
+        ]
+        first_outputs.append(cases[0][2])
+        others = list(_other_cases(wide, inputs)) if sizes and kind == "random" else []
         converted = convert(wide)
-        for source, x in (("given", inputs), ("fresh", fresh_inputs(inputs))):
+        del wide
+        checks += [_check(kind, source, y, run(converted, x)) for source, x, y in cases]
+        worst: dict[str, Check] = {}
+        for source, x, y in others:
             try:
-                outputs.append(run(wide, x))
-            except Exception as error:  # the model's forward may raise anything
-                raise FoldError(
-                    f"{type(model).__name__} cannot be run in float64, as its check is "
-                    f"({first_line(error)}): keep its tensors in parameters or buffers, and no "
-                    "module of its own in a function, which would use that one in a copy"
-                ) from error
-            checks.append(_check(kind, source, outputs[-1], run(converted, x)))
-    others = {"scaled": scaled_inputs(inputs), "resized": other_sizes(inputs)} if sizes else {}
-    for source, lists in others.items():
-        found = []
+                check = _check(kind, source, y, run(converted, x))
+            except Exception:  # such as a norm that was folded for one rank, and refuses others
+                continue
+            if source not in worst or check.max_rel > worst[source].max_rel:
+                worst[source] = check
+        checks += worst.values()
+        del converted
+    return checks, first_outputs[0]
+
+
+def _run_in_float64(model: nn.Module, inputs: Inputs) -> Any:
+    """Run a float64 model; raise FoldError if that is not possible."""
+    try:
+        return run(model, inputs)
+    except Exception as error:  # the model's forward may raise anything
+        raise FoldError(
+            f"{type(model).__name__} cannot be run in float64, as its check is "
+            f"({first_line(error)}): keep its tensors in parameters or buffers, and no "
+            "module of its own in a function, which would use that one in a copy"
+        ) from error
+
+
+def _other_cases(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Inputs, Any]]:
+    """Yield (kind, inputs, output) for inputs of other magnitudes, sizes and ranks.
+
+    Of alternatives the first one that the model takes counts. What gives no finite output is left
+    out.
+    """
+    for source, lists in (("scaled", scaled_inputs(inputs)), ("resized", other_sizes(inputs))):
         for alternatives in lists:
             for x in alternatives:
                 try:
-                    pair = (run(wide, x), run(converted, x))
+                    output = run(model, x)
                 except Exception:  # the model's forward may raise anything
                     continue
-                if all(y.isfinite().all() for y in _floats(pair[0])):
-                    found.append(_check("random", source, *pair))
+                if all(y.isfinite().all() for y in _floats(output)):
+                    yield source, x, output
                 break
-        checks += sorted(found, key=attrgetter("max_rel"))[-1:]
-    return checks, outputs[0]
+
+
+def _checks_in_own_type(
+    model: nn.Module, after: nn.Module, inputs: Inputs, exact_output: Any
+) -> tuple[Check | None, Written | None]:
+    """Compare both models in their own type, each with the other and with the float64 output.
+
+    Returns:
+        Both are None for a float64 model.
+    """
+    own_types = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float64}
+    if not own_types:
+        return None, None
+    coarsest = max(own_types, key=lambda dtype: torch.finfo(dtype).eps)
+    before_output = run(model, inputs, widen=False)
+    after_output = run(after, inputs, widen=False)
+    stored_output = run(widened(duplicate(after)), _double(inputs))
+    rounding, written, stored = (
+        _check("given", "given", exact_output, output).max_rel
+        for output in (before_output, after_output, stored_output)
+    )
+    tolerance = OWN_TOLERANCE * torch.finfo(coarsest).eps / torch.finfo(torch.float32).eps
+    if math.isfinite(rounding):
+        tolerance = max(tolerance, OWN_ERRORS * rounding)
+    own = _check("given", "given", before_output, after_output)
+    dtype = str(coarsest).removeprefix("torch.")
+    return replace(own, tolerance=tolerance), Written(dtype, rounding, written, stored)
+
+
+# ------------------------------------------------------------------------------ what is not covered
+
+
+# Uses that no run of the model itself shows
+FOLDED_USES = (
+    "adapters of the original (LoRA, prompts): merge them first, and convert the merged model",
+    "rows of the original's embeddings that are copied into this model",
+    "training: the same function of other weights takes other steps",
+)
+
+
+def _other_outputs(before: nn.Module, after: nn.Module, inputs: Inputs) -> list[str]:
+    """Say what a model of transformers gives in other uses that the conversion has changed.
+
+    These are its base model, which AutoModel loads from the same folder, and hidden states.
+    """
+    if not isinstance(inputs, dict) or not hasattr(before, "base_model_prefix"):
+        return ["values inside it (attributes, what hooks see): they are those of changed weights"]
+    base = before.base_model
+    takes = inspect.signature(base.forward).parameters
+    base_inputs = {name: value for name, value in inputs.items() if name in takes}
+    cases = {
+        f"AutoModel of this folder ({type(base).__name__})": (
+            (base, after.base_model),
+            base_inputs,
+        ),
+        "hidden states (output_hidden_states)": (
+            (before, after),
+            inputs | {"output_hidden_states": True},
+        ),
+    }
+    types = {p.dtype for p in before.parameters() if p.is_floating_point()}
+    bound = LARGEST_ROUNDING[not types.isdisjoint((torch.bfloat16, torch.float16))]
+    found = []
+    for use, (models, x) in cases.items():
+        try:
+            outputs = [run(model, x, widen=False) for model in models]
+            off = [
+                (name, difference)
+                for name, difference in _named_differences(*outputs)
+                if not difference < bound
+            ]
+        except Exception:  # a model that does not take these arguments
+            continue
+        if off:
+            name, difference = max(off, key=lambda one: one[1])
+            found.append(f"{use}: {name} is another, off by a relative {difference:.1e}")
+    return found
+
+
+def _named_differences(before: Any, after: Any) -> Iterator[tuple[str, float]]:
+    """Yield (path, largest relative difference) for the floating-point tensors of two outputs."""
+    first, second = (tree_flatten_with_path(one)[0] for one in (before, after))
+    for (path, a), (_, b) in zip(first, second, strict=True):
+        if isinstance(a, Tensor) and a.is_floating_point():
+            yield keystr(path), _difference(a, b)[1]
 
 
 # ------------------------------------------------------------------------------- running in float64
@@ -310,6 +465,18 @@ class _Widen(TorchFunctionMode):
         args = tuple(map(wider, args))
         kwargs = {name: wider(arg) for name, arg in (kwargs or {}).items()}
         return function(*args, **kwargs)
+
+
+@contextmanager
+def widening() -> Iterator[None]:
+    """Compute in float64 also where code casts to float32, or makes tensors without a type."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widen():
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def widened(model: nn.Module) -> nn.Module:
@@ -438,8 +605,9 @@ def scaled_inputs(inputs: Inputs) -> Iterator[list[Inputs]]:
     Yields:
         Lists of one, as `other_sizes` does; none where there is nothing to multiply.
     """
-    tensors = [x for x in _floats(inputs) if not _is_mask(x)]
-    for scale in SCALES if tensors else ():
+    if all(_is_mask(x) for x in _floats(inputs)):
+        return
+    for scale in SCALES:
 
         def scaled(x: Tensor, scale: float = scale) -> Tensor:
             return x * scale if x.is_floating_point() and not _is_mask(x) else x
@@ -489,9 +657,10 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
     deeper = tensors
     for n in (1, 2, 3):
         deeper = {i: _deeper(x) for i, x in deeper.items()}
-        yield [changed(deeper)]
-        yield [changed({i: x[(0,) * n] for i, x in tensors.items() if x.dim() >= n})]
-        yield [changed({i: x[(None,) * n] for i, x in tensors.items()})]
+        first_of_axes = {i: x[(0,) * n] for i, x in tensors.items() if x.dim() >= n}
+        axes_in_front = {i: x[(None,) * n] for i, x in tensors.items()}
+        for new in (deeper, first_of_axes, axes_in_front):
+            yield [changed(new)]
 
 
 def _deeper(x: Tensor) -> Tensor:
@@ -560,3 +729,28 @@ def _floats(output: Any) -> list[Tensor]:
 
 def _double(inputs: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
+
+
+def _described(inputs: Inputs) -> dict[str, str]:
+    """Return name or position of each argument -> type and shape of a tensor, or the value."""
+
+    def described(value: Any) -> str:
+        if not isinstance(value, Tensor):
+            return str(value)
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+
+    named = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+    return {str(name): str(tree_map(described, value)) for name, value in named}
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Return the SHA-256 of all names, types, shapes and numbers of a state dict."""
+    sha = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            continue  # what a module saves beside its tensors
+        tensor = value.detach().to_dense().contiguous().cpu()
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        if tensor.numel():
+            sha.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return sha.hexdigest()

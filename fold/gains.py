@@ -29,11 +29,18 @@ from torch.fx import Node
 from .certificate import Certificate, Inputs, changed
 from .graph import Graph
 from .lines import argument, describe, is_tensor, shape
-from .modules import merged, tensor_of, untie
+from .modules import end_ties, merged, tensor_of, untie
 from .rules import ROUNDING, Trial, is_cast, is_move
 from .siblings import FoldError
 
-PRODUCTS = ("aten.linear.", "aten.addmm.", "aten.mm.", "aten.matmul.", "aten.einsum.")
+PRODUCTS = (
+    "aten.linear.",
+    "aten.addmm.",
+    "aten.mm.",
+    "aten.bmm.",
+    "aten.matmul.",
+    "aten.einsum.",
+)
 NORMS = ("aten.layer_norm.", "aten.native_layer_norm.", "aten.rms_norm.")
 
 
@@ -74,6 +81,11 @@ class Target:
     bias: str | None
     copied_to: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """A name under which the linears read it."""
+        return self.copied_to[0] if self.copied_to else self.weight
+
 
 # A weight that reads the channels of a norm, the linear operation that does it, and the one that
 # reads the parameter: the same, or a cast before it
@@ -90,7 +102,7 @@ class Fold:
 
 
 def fold_gains(
-    model: nn.Module, inputs: Inputs, untie: bool = True
+    model: nn.Module, inputs: Inputs, untie: bool = True, keep_final_gain: bool = False
 ) -> tuple[nn.Module, Certificate]:
     """Fold the gains and biases that linear layers alone read into these layers, in a copy.
 
@@ -99,6 +111,9 @@ def fold_gains(
         inputs: positional (tuple) or keyword (dict) arguments of the model.
         untie: a head that shares the embedding's weights may get weights of its own. It costs the
             memory of an embedding matrix.
+        keep_final_gain: of a model of transformers, leave the gains and biases that linears outside
+            of its base model read, such as the head. So the base model alone, which AutoModel loads
+            from the same folder, is the same function, too.
 
     Returns:
         (copy, certificate). The certificate names the gains and biases that stay, and why. If its
@@ -107,7 +122,7 @@ def fold_gains(
     Raises:
         FoldError: no gain folds, or the model cannot be exported or run in float64.
     """
-    folds, left = plan_folds(Graph(model, inputs), untie)
+    folds, left = plan_folds(Graph(model, inputs), untie, keep_final_gain)
     return changed(
         model,
         partial(carry_out, folds),
@@ -115,11 +130,14 @@ def fold_gains(
         what=f"{type(model).__name__}: {len(folds)} gains folded into linears",
         folded=len(folds),
         refusals=left,
+        to="weightless",
     )
 
 
-def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
-    """Find the gains that fold.
+def plan_folds(
+    graph: Graph, untie: bool, keep_final_gain: bool = False
+) -> tuple[list[Fold], dict[str, str]]:
+    """Find the gains that fold; the arguments are those of `fold_gains`.
 
     Returns:
         The folds, and the parameters that stay: name -> why.
@@ -136,20 +154,29 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
         if _is_neutral(graph, affines[0]):
             continue
         found = _plan(graph, affines, untie)
+        if keep_final_gain and isinstance(found, Fold):
+            found = _reader_outside(graph.model, found) or found
         if isinstance(found, str):
-            left |= dict.fromkeys([gain, *{affine.bias for affine in affines} - {None}], found)
+            left[gain] = found
+            biases = {affine.bias for affine in affines if affine.bias is not None}
+            left |= dict.fromkeys(biases, found)
             continue
         folds.append(found)
         if found.bias_stays:
-            without = min(found.targets, key=lambda target: target.bias is not None)
-            owner = (*without.copied_to, without.weight)[0]
-            left[affines[0].bias] = f"{owner} has no bias of its own that could take it over"
+            without_bias = next(
+                (target for target in found.targets if target.bias is None), found.targets[0]
+            )
+            why = f"{without_bias.name} has no bias of its own that could take it over"
+            left[affines[0].bias] = why
     if not folds:
-        first = next((f"; {name} stays: {why}" for name, why in left.items()), "")
-        raise FoldError(
+        reason = (
             f"{type(graph.model).__name__}: none of its norms has a gain but 1 that linears alone "
-            f"read{first}"
+            "read"
         )
+        if left:
+            name, why = next(iter(left.items()))
+            reason += f"; {name} stays: {why}"
+        raise FoldError(reason)
     return folds, left
 
 
@@ -163,7 +190,7 @@ def carry_out(folds: list[Fold], model: nn.Module) -> None:
         bias = None if affine.bias is None else tensor_of(model, affine.bias)
         for target in fold.targets:
             # A copy of a tied weight, which a fold before may have taken the first name of.
-            old = tensor_of(model, (*target.copied_to, target.weight)[0])
+            old = tensor_of(model, target.name)
             weight = old.double()
             channels = list(target.channels)
             if bias is not None and not fold.bias_stays:
@@ -182,6 +209,8 @@ def carry_out(folds: list[Fold], model: nn.Module) -> None:
             bias.copy_(bias.double() / divisor)
         elif bias is not None:
             bias.zero_()
+    if any(target.copied_to for fold in folds for target in fold.targets):
+        end_ties(model)
 
 
 # ------------------------------------------------------------------------------------- finding them
@@ -306,6 +335,17 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
     return Fold(first, bias_stays, targets)
 
 
+def _reader_outside(model: nn.Module, fold: Fold) -> str:
+    """Say which linear outside of the base model of transformers would take over a gain, if any."""
+    prefix = getattr(model, "base_model_prefix", "")
+    if not hasattr(model, prefix):
+        return ""  # it is the base model, or another module
+    for target in fold.targets:
+        if not target.name.startswith(f"{prefix}."):
+            return f"{target.name}, outside of the base model, reads what it multiplies"
+    return ""
+
+
 def _other_use(graph: Graph, name: str, known: Collection[Node]) -> Node | None:
     """Return an operation that reads a vector, apart from those that are known; None without."""
     todo = [graph.node_of[name]]
@@ -376,27 +416,47 @@ def _read(graph: Graph, user: Node, x: Node, channels: Tensor) -> Read | None:
 
     That is tried out: to scale the channels must be the same as to scale an axis of the weight.
     """
-    rows = channels.reshape(-1, channels.shape[-1])
-    if not str(user.target).startswith(PRODUCTS) or not bool((rows == rows[0]).all()):
+    if not str(user.target).startswith(PRODUCTS):
         return None
+    along = _axis_of(channels)
+    if along is None:
+        return None
+    order = channels.movedim(along, -1).reshape(-1, channels.shape[along])[0]
     trial = Trial(user)
-    factors = trial.draw(rows[0])
-    scaled = trial.run({x: trial.values[x] * factors})
+    factors = trial.draw(order)
+    scaled = trial.run({x: merged(trial.values[x], factors, along)})
     for entry, value in trial.values.items():
         for axis, size in enumerate(value.shape):
             if entry is x or size != len(factors):
                 continue
             other = trial.run({entry: merged(value, factors, axis)})
             if torch.allclose(scaled, other, rtol=0, atol=ROUNDING):
-                return _target(graph, user, entry, axis, rows[0])
+                return _target(graph, user, entry, axis, order)
+    return None
+
+
+def _axis_of(channels: Tensor) -> int | None:
+    """Return the axis along which alone the channels differ; the last one that does it, or None."""
+    for axis in reversed(range(channels.dim())):
+        rows = channels.movedim(axis, -1).reshape(-1, channels.shape[axis])
+        if channels.shape[axis] > 1 and bool((rows == rows[0]).all()):
+            return axis
     return None
 
 
 def _target(graph: Graph, user: Node, weight: Node, axis: int, channels: Tensor) -> Read | None:
-    """Return the parameter that an operation reads as `weight`; None if that is not one alone."""
+    """Return the parameter that an operation reads as `weight`; None if that is not one alone.
+
+    Of several experts in one parameter, along its first axis, the operation may read some.
+    """
     entry = user
     while weight not in graph.names:
-        if not is_cast(weight) or len(weight.users) != 1:
+        if len(weight.users) != 1:
+            return None
+        if str(weight.target).startswith("aten.transpose."):
+            first, second = (place % len(shape(weight)) for place in weight.args[1:])
+            axis = {first: second, second: first}.get(axis, axis)
+        elif not is_cast(weight) and not (_picks_experts(weight) and axis > 0):
             return None
         entry = weight
         weight = weight.args[0]
@@ -406,6 +466,14 @@ def _target(graph: Graph, user: Node, weight: Node, axis: int, channels: Tensor)
     bias = None if added is None else argument(user, added)
     bias = graph.names[bias] if _is_parameter(graph, bias) else None
     return Target(graph.names[weight], axis, tuple(channels.tolist()), bias), user, entry
+
+
+def _picks_experts(node: Node) -> bool:
+    """Tell whether an operation picks slices along the first axis of a tensor, and no more."""
+    if str(node.target) != "aten.index.Tensor":
+        return False
+    indices = node.args[1]
+    return len(indices) == 1 and is_tensor(indices[0]) and len(shape(indices[0])) == 1
 
 
 def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...] | str:

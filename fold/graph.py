@@ -146,6 +146,9 @@ class Graph:
             for node in filter(is_tensor, program.graph.nodes):
                 self._running = [module_path(node)]
                 shape(node)  # raises if the size depends on values
+            for parameter in model.parameters():
+                # The copy is in a cycle, so it would stay in memory for long.
+                parameter.data = parameter.data.new_empty(0)
             return program
         except Exception as error:  # a model's forward and the exporter may raise anything
             path = self._running[-1] if self._running else ""

@@ -1,6 +1,6 @@
 """Load, fold and save models of transformers, of any architecture.
 
-    model = load_pretrained("facebook/opt-350m")   # from a folder or a hub name
+    model = load_pretrained("facebook/opt-125m")   # from a folder or a hub name
     save(folded, "out/opt-rms")                    # a model that fold.fold returned
     model = load("out/opt-rms")                    # the same model, with its RMSNorms
 
@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from .certificate import Certificate, first_line
-from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
-from .siblings import ConfigError, hub
+from .certificate import Certificate, first_line, run, touched
+from .modules import Center, FoldedNorm, Insertion, Plan, Swap, set_check, swap_and_insert
+from .siblings import ConfigError, UserError, hub, whole_folder
 
 RECIPE = "fold.json"
+CERTIFICATE = "certificate.json"
 
 
 def load_pretrained(spec: str | Path) -> nn.Module:
@@ -62,49 +64,126 @@ def load_pretrained(spec: str | Path) -> nn.Module:
             f"{spec}: {missing[0]} is not there ({len(missing)} are missing): are config.json and "
             "the weights of one model?"
         )
+    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        # Its product has no float64. This one has, and can be exported.
+        model.set_experts_implementation("batched_mm")
     return model.eval()
 
 
 def save(
-    model: nn.Module, folder: str | Path, certificate: Certificate | None = None, source: str = ""
+    model: nn.Module,
+    folder: str | Path,
+    certificate: Certificate | None = None,
+    source: str = "",
+    inputs: dict[str, Any] | None = None,
 ) -> None:
-    """Save a folded model of transformers.
+    """Save a folded model of transformers, load it again, and compare the two.
+
+    The folder takes its name only if what is loaded is the same model to the bit: weights, norms
+    and what it returns.
 
     Args:
         model: a model of transformers that fold.fold or fold.fold_gains returned.
-        folder: gets what save_pretrained writes, and fold.json where a module is not transformers'.
-        certificate: is written as certificate.json. Of gains that were folded, config.json holds
-            its SHA-256 as `weightless_norms`.
+        folder: a new one. It gets what save_pretrained writes, and fold.json where a module is not
+            transformers'.
+        certificate: is written as certificate.json, with that of the source if there is one.
+            config.json says in `converted_from` what was converted to what, and if gains were ever
+            folded, `weightless_norms` is the file's SHA-256.
         source: folder or hub name of the model before the fold; its tokenizer and other small files
             are copied.
+        inputs: keyword arguments on which both are run; random ones by default.
+
+    Raises:
+        UserError: what is loaded is another model.
     """
     folder = Path(folder)
-    told = "" if certificate is None else certificate.to_json() + "\n"
-    swaps = [module.swap for module in model.modules() if isinstance(module, FoldedNorm)]
+    if any(folder.glob("*")):
+        raise ConfigError(f"{folder}: there is something in it: choose a new folder")
+    with whole_folder(folder) as unfinished:
+        _write(model, unfinished, certificate, source)
+        difference = _difference_to(model, unfinished, inputs)
+        if difference:
+            raise UserError(
+                f"{folder}: nothing written: loaded again, it would be another model "
+                f"({difference}): please report it"
+            )
+
+
+def _write(model: nn.Module, folder: Path, certificate: Certificate | None, source: str) -> None:
+    """Write all files of a folder, as `save` says."""
+    norms = [module for module in model.modules() if isinstance(module, FoldedNorm)]
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     recipe = {
-        "swaps": [asdict(swap) for swap in swaps],
+        "swaps": [asdict(norm.swap) for norm in norms],
         "insertions": [asdict(hook.insertion) for hook in hooks if isinstance(hook, Center)],
+        "check": any(norm.check for norm in norms),
     }
-    is_changed = bool(swaps or recipe["insertions"])
-    if told and not is_changed:  # the weights say everything, but nobody would see that
-        model.config.weightless_norms = hashlib.sha256(told.encode()).hexdigest()
+    if certificate is not None:
+        told = _told(certificate, source)
+        (folder / CERTIFICATE).write_bytes(told)
+        _mark(model.config, certificate, source, hashlib.sha256(told).hexdigest())
     model.save_pretrained(folder)
+    companions = hub.companions(hub.model_folder(source)) if source else ()
     # A tokenizer and the like, where save_pretrained has not written the file itself
-    for path in hub.companions(hub.model_folder(source)) if source else ():
+    for path in companions:
         if not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
-    if is_changed:
+    if any(recipe.values()):
         (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
-    if told:
-        (folder / "certificate.json").write_text(told, encoding="utf-8")
 
 
-def load(spec: str | Path) -> nn.Module:
+def _told(certificate: Certificate, source: str) -> bytes:
+    """Return the JSON of a certificate with that of the source, which may be converted, too."""
+    told = json.loads(certificate.to_json()) | {"source": source}
+    path = hub.model_folder(source) / CERTIFICATE if source else None
+    if path is not None and path.is_file():
+        told["source_certificate"] = json.loads(path.read_text(encoding="utf-8"))
+    return (json.dumps(told, indent=1) + "\n").encode()
+
+
+def _mark(config: Any, certificate: Certificate, source: str, sha256: str) -> None:
+    """Say in config.json what a model was made of: its weights alone would not show it."""
+    config.converted_from = {
+        "source": source,
+        "weights": certificate.weights.get("before", ""),
+        "to": certificate.to,
+        "certificate": sha256,
+    }
+    if certificate.to == "weightless" or hasattr(config, "weightless_norms"):
+        config.weightless_norms = sha256
+
+
+def _difference_to(model: nn.Module, folder: Path, inputs: dict[str, Any] | None) -> str:
+    """Load a folder, and say what differs from the model that was saved there; "" for nothing."""
+    try:
+        again = load_as_saved(folder)
+    except UserError as error:
+        return str(error)
+    names = touched(model, again)
+    if names:
+        return f"{names[0]} differs"
+    was_training = model.training
+    inputs = example_inputs(model, seed=0) if inputs is None else inputs
+    outputs = [tree_leaves(run(one.eval(), inputs, widen=False)) for one in (model, again)]
+    model.train(was_training)
+    pairs = zip(*outputs, strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+    return "" if same else "its weights are the same, what it returns is not"
+
+
+def load_as_saved(spec: str | Path) -> nn.Module:
+    """Load a model of transformers, with its RMSNorms where it is one that was folded."""
+    is_folded = (hub.model_folder(spec) / RECIPE).exists()
+    return load(spec) if is_folded else load_pretrained(spec)
+
+
+def load(spec: str | Path, check: bool | None = None) -> nn.Module:
     """Load a model that `save` wrote, in eval mode.
 
     Args:
         spec: a folder or a hub name.
+        check: each of the RMSNorms checks that its input is centred, as in fold.fold; None for what
+            the saved model did.
 
     Raises:
         HFError: fold.json is missing, or no JSON.
@@ -114,12 +193,14 @@ def load(spec: str | Path) -> nn.Module:
     try:
         swaps = [Swap(**swap) for swap in recipe["swaps"]]
         insertions = [Insertion(**found) for found in recipe["insertions"]]
+        was_checked = recipe.get("check", False)  # older ones lack it
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"{spec}: {RECIPE} is damaged, or of another version ({error}): convert the model again"
         ) from None
     model = load_pretrained(spec)
     swap_and_insert(Plan(swaps=swaps, insertions=insertions), model)
+    set_check(model, was_checked if check is None else check)
     return model
 
 

@@ -120,10 +120,10 @@ def centring(node: Node) -> tuple[int, int] | None:
 
 def reduced_axis(node: Node) -> int | None:
     """Return the axis of a mean or a variance over one axis that is kept, else None."""
-    flags = (argument(node, 2, False, "keepdim"), argument(node, 3, False, "keepdim"))
-    dims = argument(node, 1, None, "dim")
     # `keepdim` of a variance comes after its correction.
-    keepdim = flags[str(node.target) != "aten.mean.dim"]
+    position = 2 if str(node.target) == "aten.mean.dim" else 3
+    keepdim = argument(node, position, False, "keepdim")
+    dims = argument(node, 1, None, "dim")
     if not dims or len(dims) != 1 or keepdim is not True:
         return None
     return dims[0] % len(shape(node.args[0]))
@@ -213,8 +213,9 @@ def norm_of(node: Node) -> Norm | None:
 
 def _by_hand(node: Node) -> Norm | None:
     """Return the norm that `node` scales the centred input of, if it does: that is tried out."""
-    factors = node.all_input_nodes if str(node.target).startswith(PRODUCTS) else ()
-    for centred in factors:
+    if not str(node.target).startswith(PRODUCTS):
+        return None
+    for centred in node.all_input_nodes:
         at = centring(centred)
         if at is None or at[1] == 1:
             continue

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import permutations, product
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -124,6 +124,13 @@ class FoldedNorm(nn.Module):
             )
 
 
+def set_check(model: nn.Module, check: bool) -> None:
+    """Let each of the RMSNorms of a folded model check that its input is centred, or not."""
+    for module in model.modules():
+        if isinstance(module, FoldedNorm):
+            module.check = check
+
+
 def is_centred(blocks: Tensor) -> bool:
     """Tell whether the last axis has zero mean, but for rounding."""
     wide = blocks.double()
@@ -175,6 +182,36 @@ class Center:
         return centered(x, self.insertion.axis, self.insertion.block)
 
 
+# Arguments of models of transformers that take the place of rows of an embedding
+EMBEDDED = ("inputs_embeds", "decoder_inputs_embeds")
+
+
+class CenterEmbedded:
+    """Centre embeddings that a caller gives, where the model's own are (a forward pre-hook).
+
+    The LayerNorms of the model before did not see their mean: RMSNorms would. That makes them the
+    same function again.
+    """
+
+    def __call__(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        for name in EMBEDDED:
+            x = kwargs.get(name)
+            if x is not None and is_centred(_embedding(model, name)):
+                kwargs = kwargs | {name: centered(x, -1, x.shape[-1])}
+        return args, kwargs
+
+
+def _embedding(model: nn.Module, argument: str) -> Tensor:
+    """Return the weights (V, C) of the embedding of a model of transformers, for an argument."""
+    if argument == "decoder_inputs_embeds":
+        model = model.get_decoder()
+    elif getattr(model.config, "is_encoder_decoder", False):
+        model = model.get_encoder()
+    return model.get_input_embeddings().weight.detach()
+
+
 class CenteredWeight(nn.Module):
     """Parametrise a weight as V = W - mean(W) (CBWC, equation 7).
 
@@ -222,6 +259,8 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
                 weight.copy_(new)
         if gain is not None:
             gain.fill_(1)
+    if any(names for _, names in plan.sources):
+        end_ties(model)
     swap_and_insert(plan, model)
     weights = [
         (alias, axis, source.block)
@@ -242,12 +281,36 @@ def untie(model: nn.Module, names: Collection[str], value: Tensor) -> None:
     for name in names:
         module, attribute = _owner(model, name)
         setattr(module, attribute, new)
-    # Otherwise transformers would tie the head to the copy when a saved model is loaded.
-    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        model.config.tie_word_embeddings = False
-    elif all_names[-1] in names:
+    if not _tying_configs(model) and all_names[-1] in names:
         # A tied model would take the last value for all names: it must not load this state dict.
         model.register_buffer("untied", torch.ones(()))
+
+
+def end_ties(model: nn.Module) -> None:
+    """Let transformers tie nothing when this model is loaded, in place; for after `untie`.
+
+    Other models stay as they are. transformers has one switch for all ties of a model. So every
+    parameter that still has several names gets a value of its own under each of them: saving would
+    leave out all but one, and loading would draw the others at random.
+    """
+    configs = _tying_configs(model)
+    if not configs:
+        return
+    for config in configs:
+        config.tie_word_embeddings = False
+    seen = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:
+                copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                setattr(module, name, copied)
+            seen.add(parameter)
+
+
+def _tying_configs(model: nn.Module) -> list[Any]:
+    """Return the configs of transformers by which it ties parameters as it loads a model."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return [config for config in configs if getattr(config, "tie_word_embeddings", False)]
 
 
 def reparametrize(plan: Plan, model: nn.Module) -> None:
@@ -301,6 +364,9 @@ def swap_and_insert(plan: Plan, model: nn.Module) -> None:
             module.use_nested_tensor = False  # nested tensors need the fast path of its layers
     for insertion in plan.insertions:
         model.get_submodule(insertion.path).register_forward_hook(Center(insertion))
+    if plan.swaps and hasattr(model, "get_input_embeddings"):
+        for entry in {model, getattr(model, "base_model", model)}:
+            entry.register_forward_pre_hook(CenterEmbedded(), with_kwargs=True)
 
 
 def _centered_once(weight: Tensor, gain: Tensor | None, axis: int, block: int) -> Tensor:
@@ -346,15 +412,25 @@ def find_swap(graph: Graph, path: str, norm: Norm) -> Swap | str:
         return more
     alone = widened(duplicate(module)).cpu()
     randomize(alone)
+    deeper = {(3, *size) for size in shapes}
     # The last axis in tensors of any rank, or an axis of tensors of one rank
-    places = [(-1, None), *((axis, len(size)) for size in shapes for axis in range(len(size)))]
-    for (axis, ndim), (gain, bias) in product(places, permutations([*tensors, None, None], 2)):
-        swap = Swap(
-            path, axis, norm.groups * norm.line.block, norm.groups, norm.eps, gain, bias, ndim
-        )
-        sizes = shapes if ndim else {*shapes, *((3, *size) for size in shapes)}
-        if all(_computes(alone, swap, size) for size in sizes):
-            return swap
+    places: list[tuple[int, int | None, set]] = [(-1, None, shapes | deeper)]
+    for size in shapes:
+        places += [(axis, len(size), shapes) for axis in range(len(size))]
+    for axis, ndim, sizes in places:
+        for gain, bias in permutations([*tensors, None, None], 2):
+            swap = Swap(
+                path=path,
+                axis=axis,
+                channels=norm.groups * norm.line.block,
+                groups=norm.groups,
+                eps=norm.eps,
+                gain=gain,
+                bias=bias,
+                ndim=ndim,
+            )
+            if all(_computes(alone, swap, size) for size in sizes):
+                return swap
     return more
 
 

@@ -332,7 +332,9 @@ def feeds(line: Line) -> Feeds:
 def _feeding(trial: Trial, line: Line) -> Iterator[Line]:
     """Yield the lines of an operation's inputs of which it passes a constant on to `line`."""
     for x in trial.values:
-        for at in lines_of(x, line.block) if is_float(x) and not x.meta["fixed"] else ():
+        if not is_float(x) or x.meta["fixed"]:
+            continue
+        for at in lines_of(x, line.block):
             change = trial.shifted(at)
             if trial.is_zero(change) or not trial.is_even(change, line):
                 continue

@@ -86,6 +86,22 @@ class CoupledRMSNorm(nn.Module):
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
+def center_embedded(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Centre inputs_embeds (..., C) where all rows of the embedding are (a forward pre-hook).
+
+    Such a model had LayerNorms, which do not see the mean of embeddings that are given by hand.
+    """
+    x = kwargs.get("inputs_embeds")
+    if x is not None:
+        rows = model.get_input_embeddings().weight.detach().double()
+        rounding = max(1e-3, 4 * torch.finfo(x.dtype).eps)
+        if (rows.mean(-1).abs() <= rounding * rows.square().mean(-1).sqrt()).all():
+            kwargs = kwargs | {"inputs_embeds": x - x.mean(-1, keepdim=True)}
+    return args, kwargs
+
+
 class Couple:
     """Mixin of a causal LM of transformers that replaces its 2L + 1 norms.
 
@@ -93,8 +109,10 @@ class Couple:
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # of a mixin's sibling
         base = self.base_model
+        for entry in (self, base):
+            entry.register_forward_pre_hook(center_embedded, with_kwargs=True)
         # Modules come in the order in which they compute.
         paths = [path for path, _ in base.named_modules() if path.rpartition(".")[2] in NORMS]
         letters = config.norm_plan.replace(" ", "")

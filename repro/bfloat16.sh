@@ -13,7 +13,7 @@ results=results/cpu/bfloat16
 for dtype in float32 bfloat16; do
   ARMS="rms layer coupled taper" SEEDS="1 2 3 4" JOBS=2 HELLASWAG=off OUT=$out/$dtype \
     KEEP=$results/$dtype.tar.xz ./sweep.sh config/demo.py --max_iters=300 --eval_interval=100 \
-    --eval_tokens=348160 --sample_tokens=0 --dtype=$dtype --compile=False
+    --eval_tokens=348160 --sample_tokens=0 --dtype=$dtype --compile=False --init_std=0.08
 done
 
 bench() { # $1 name, further arguments of bench.train

@@ -3,17 +3,22 @@
 # H200 (results/h200), this script has not yet.
 #
 #   repro/gpu.sh                         the names of the stages
-#   repro/gpu.sh first                   ten minutes: what a new GPU should tell first
+#   repro/gpu.sh quarter                 ten minutes: what a new GPU should tell first. The same
+#                                        command again goes on
 #   repro/gpu.sh STAGE [STAGE ...]       these, in the order of the list; patterns too: 'decode-*'
 #   repro/gpu.sh '*'                     all, the most important figures first
 #
 #   OUT      folder of the results (results/DEVICE, such as results/h100)
 #   DATA     token shards to train on (data/offline): data/prepare.py FILES --val=FILES --out_dir=DATA
-#   SCRATCH  run folders, and what the stage that runs now has printed (out/gpu)
+#   SCRATCH  run folders and compiled code (out/gpu)
+#   MINUTES  time for this call (quarter: 10, else without end); PACE=150 gives the stages of quarter
+#            150 percent of their times
 #
 # A stage is done once OUT/log/STAGE.txt is there: commit, versions and device, the command, and what
-# it printed. Remove that file to run it again. Ctrl-C stops all; then a sweep continues at the next
-# call, another stage begins again.
+# it printed. Remove that file to run it again. Until then, and where it fails, the text is in
+# STAGE.unfinished.txt. A stage of quarter that is late gets SIGINT, and keeps what it has measured.
+# Ctrl-C and SIGTERM stop all in that way; then a sweep continues at the next call, another stage
+# begins again.
 #
 # It needs a GPU, of 100 GB or more for all stages (an estimate), no network, and the packages of
 # requirements.txt; to distil, peft. Liger-Kernel, quack, flash-attn and TransformerEngine take part
@@ -21,14 +26,17 @@
 # GPT_FAST).
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
-data=${DATA:-data/offline} scratch=${SCRATCH:-out/gpu}
+data=${DATA:-data/offline} scratch=${SCRATCH:-out/gpu} pace=${PACE:-100}
 nanogpt=${NANOGPT:-../nanoGPT} gpt_fast=${GPT_FAST:-../gpt-fast}
 jobs=$(($(nproc) > 4 ? $(nproc) - 4 : 1)) gpus=$({ nvidia-smi -L || true; } 2>/dev/null | wc -l)
-only=("$@") names=() failed=0 out=
-[ "${1:-}" != first ] || only=('first-*' "${@:2}")
+only=("$@") names=() failed=0 out= limit=0 child= watch=
+if [ "${1:-}" = quarter ]; then
+  only=('quarter-*' "${@:2}")
+  MINUTES=${MINUTES:-10}
+fi
 
 stage() {  # NAME COMMAND...: run it, if it is wanted and not done; without `out` note its name
-  local name=$1 pattern wanted=
+  local name=$1 pattern wanted='' log left end=$((limit * pace / 100)) status=0
   shift
   for pattern in "${only[@]}"; do
     # shellcheck disable=SC2053
@@ -36,65 +44,98 @@ stage() {  # NAME COMMAND...: run it, if it is wanted and not done; without `out
   done
   if [ -z "$out" ]; then names+=("$name"); return; fi
   [ -n "$wanted" ] || return 0
-  if [ -f "$out/log/$name.txt" ]; then echo "$name: done before"; return; fi
-  echo "$name: $*"
-  if { echo "$place"; echo "${*@Q}"; "$@"; } >"$scratch/$name.txt" 2>&1; then
-    mv "$scratch/$name.txt" "$out/log/"
-  else
-    failed=1
-    echo "$name: failed"
-    tail -n 12 "$scratch/$name.txt" | sed 's/^/    /'
+  log=$out/log/$name
+  if [ -f "$log.txt" ]; then echo "$name: done before"; return; fi
+  if [ -n "${MINUTES:-}" ]; then
+    left=$((60 * MINUTES - SECONDS - 20))  # what is cut may take a moment
+    [ "$end" -gt 0 ] && [ "$end" -lt "$left" ] || end=$left
+    if [ "$left" -lt 20 ]; then
+      failed=1
+      echo "$name: no time is left"
+      return
+    fi
   fi
+  echo "$name: $*"
+  run "$end" "$@" >"$log.unfinished.txt" 2>&1 || status=$?
+  if [ "$status" = 0 ]; then
+    mv "$log.unfinished.txt" "$log.txt"
+    return
+  fi
+  failed=1
+  if [ "$status" = 124 ]; then
+    echo "$name: cut after $end s: $log.unfinished.txt"
+  else
+    echo "$name: failed: $log.unfinished.txt"
+  fi
+  tail -n 12 "$log.unfinished.txt" | sed 's/^/    /'
 }
-
-# ------------------------------------------------------------------------------- the first minutes
-
-first_sync() {  # where does a step wait for the GPU?
-  rm -rf "$scratch/first-sync"
-  "$PYTHON" -m repro.gpu_first sync train config/rms.py --max_iters=15 --warmup_iters=5 \
-    --eval_tokens=49152 --sample_tokens=0 "--data_dir=$data" "--out_dir=$scratch/first-sync"
+run() {  # SECONDS COMMAND...: for so long at most (0: without end); 124 if it was late
+  local status=0 late=$scratch/late
+  rm -f "$late"
+  echo "$place"
+  echo "${*:2}"
+  set -m  # a process group for each job, which gets signals as a whole
+  "${@:2}" & child=$!
+  if [ "$1" -gt 0 ]; then
+    { sleep "$1"; touch "$late"; stop "$child"; } & watch=$!
+    disown "$watch"  # so that bash does not tell of its end
+  fi
+  set +m
+  wait "$child" || status=$?
+  child=
+  [ -z "$watch" ] || kill -KILL -- "-$watch" 2>/dev/null || true
+  watch=
+  [ ! -f "$late" ] || return 124
+  return "$status"
 }
-first_steps() {  # NAME SETTING...
-  stage "$1" "$PYTHON" "${@:2}" config/rms.py --batch_size=60 --gradient_accumulation_steps=2 \
-    "--arms=rms; rms residual=autocast" --controls=False --profile --rounds=8 \
-    "--out=$out/$1"
-}
-first_minutes() {
-  local warps residual whole
-  # Which kernels does attention run with, where heads are grouped: with a mask (l) and causal (g)?
-  stage first-attention "$PYTHON" -m bench.train config/rms.py --n_layer=2 --n_kv_head=4 \
-    --window=256 --local_blocks=lg --batch_size=8 --gradient_accumulation_steps=1 --compile=False \
-    --arms=rms --controls=False --profile --rounds=2 "--out=$out/first-attention"
-  # side by side: each case of the second file compiles a step
-  stage first-tests "${pytest[@]}" -x -n "$jobs" tests/kernels/test_binding.py \
-    tests/decode/test_graph.py
-  stage first-sync first_sync
-  stage first-kernels "$PYTHON" -m bench.kernels --channels=768,2048 --rounds=10 \
-    --ops=rms_norm,taper_norm,norm_add_norm,scaled_gelu "--out=$out/first-kernels"
-  stage first-kernels-aten "$PYTHON" -m repro.gpu_first aten bench.kernels --channels=768,2048 \
-    --ops=rms_norm --rounds=10 "--out=$out/first-kernels-aten"
-  # From 24 to 28 a step proves that the second wave of programs is half empty.
-  for warps in 20 24 28 32; do
-    stage "first-warps-$warps" "$PYTHON" -m repro.gpu_first "warps=$warps" bench.kernels \
-      --ops=taper_norm --channels=768 --rows=65536 --rounds=10 "--out=$out/first-warps-$warps"
+stop() {  # JOB: end it as Ctrl-C does; after 15 seconds by force
+  local second
+  kill -INT -- "-$1" 2>/dev/null || return 0
+  for second in {1..15}; do
+    sleep 1
+    kill -0 -- "-$1" 2>/dev/null || return 0
   done
-  first_steps first-steps -m bench.train
-  first_steps first-steps-cudnn -m repro.gpu_first cudnn bench.train
+  kill -KILL -- "-$1" 2>/dev/null || true
+}
+
+# --------------------------------------------------------------------------- a quarter of an hour
+
+quarter() {
+  # as many arms as fit, at 9 GB each, on a GPU of 80 GB
+  local batches=(--batch_size=16 --gradient_accumulation_steps=4 --controls=False)
+  local arms=(rms coupled "coupled coupled_impl=fold" layer "rms residual=autocast") words=()
+  if [ -f "$nanogpt/model.py" ]; then
+    arms+=(nanogpt)
+    words=("--nanogpt=$nanogpt")
+  fi
+  local train=("$PYTHON" -m bench.train config/rms.py "${batches[@]}" "${words[@]}")
+  local decode=("$PYTHON" bench_decode.py random:qwen3-0.6b --peers=false)
+  local list
+  list=$(printf '%s; ' "${arms[@]}")
+  limit=40 stage quarter-tests "${pytest[@]}" -x tests/kernels/test_binding.py -k rms
+  limit=150 stage quarter-compile compile
+  limit=150 stage quarter-train "${train[@]}" "--arms=$list" --rounds=16 "--out=$out/quarter/train"
+  limit=100 stage quarter-decode "${decode[@]}" --arms=A,B,C,D --rounds=12 \
+    "--out=$out/quarter/decode"
+  limit=100 stage quarter-kernels "$PYTHON" -m bench.kernels --arms=triton --rounds=12 \
+    --ops=rms_norm,layer_norm,taper_norm --channels=768,2048,4096 --rows=65536 \
+    "--out=$out/quarter/kernels"
+  limit=60 stage quarter-bytes "${pytest[@]}" -s tests/bench/test_bytes.py -k "real_step and rms"
   # beside the ledger: the microseconds of a launch
-  stage first-decode "$PYTHON" bench_decode.py random:llama3.2-1b --arms=A,C --peers=false \
-    --rounds=8 "--out=$out/first-decode"
-  [ "$gpus" -ge 8 ] || return 0
-  for residual in float32 autocast; do
-    for whole in True False; do
-      stage "first-ddp-$residual-$whole" first_ddp "$residual" "$whole"
-    done
-  done
+  limit=150 stage quarter-llama "$PYTHON" bench_decode.py random:llama3.2-1b --arms=A,C \
+    --peers=false --rounds=8 "--out=$out/quarter/decode"
+  limit=150 stage quarter-profile "$PYTHON" -m bench.train config/rms.py --batch_size=60 \
+    --gradient_accumulation_steps=2 --arms=rms --controls=False --rounds=4 --profile \
+    "--out=$out/quarter/profile"
 }
-first_ddp() {  # RESIDUAL OPTIMIZE: before any study on eight GPUs
-  rm -rf "$scratch/first-ddp"
-  "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=8 -m repro.gpu_first \
-    "optimize_ddp=$2" train config/rms.py --max_iters=30 --warmup_iters=5 --eval_tokens=393216 \
-    --sample_tokens=0 "--residual=$1" "--data_dir=$data" "--out_dir=$scratch/first-ddp"
+compile() {  # what `quarter` times, side by side into one cache; these figures are thrown away
+  local arm commands=()
+  for arm in "${arms[@]}"; do
+    commands+=("$(printf '%q ' "${train[@]}" "--arms=$arm" --rounds=0)")
+  done
+  for arm in A,C B,D; do commands+=("$(printf '%q ' "${decode[@]}" "--arms=$arm" --rounds=0)"); done
+  printf '%s\0' "${commands[@]}" |
+    TORCHINDUCTOR_COMPILE_THREADS=4 xargs -0 -n 1 -P "${#commands[@]}" bash -c
 }
 
 # -------------------------------------------------------------------------------------- the stages
@@ -142,9 +183,19 @@ pytest=(env OMP_NUM_THREADS=1 "$PYTHON" -m pytest -p no:cacheprovider -rf)
 arms="rms; coupled; coupled coupled_impl=fold"
 
 every_stage() {
-  local words=() shape batch
+  local words=() shape batch whole
   [ ! -f "$nanogpt/model.py" ] || words=("--nanogpt=$nanogpt")
-  first_minutes
+  quarter
+  # Where does a step wait for the GPU? And does it pay to cut the model where DDP's buckets end?
+  stage sync "$PYTHON" -m bench.train config/rms.py --arms=rms --controls=False --rounds=0 --sync
+  if [ "$gpus" -gt 1 ]; then
+    for whole in True False; do
+      stage "ddp-$whole" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=1 \
+        -m bench.train config/rms.py --batch_size=60 --gradient_accumulation_steps=2 \
+        "--arms=rms; rms residual=autocast" --controls=False --rounds=20 \
+        "--optimize_ddp=$whole" "--out=$out/ddp-$whole"
+    done
+  fi
   stage tests-step "${pytest[@]}" -s tests/bench/test_bytes.py -k real_step
   stage tests-kernels env NANONORM_FULL=1/500 "${pytest[@]}" -n "$jobs" \
     tests/kernels/test_kernels.py tests/kernels/test_binding.py tests/bench/test_kernels.py \
@@ -190,6 +241,10 @@ from common.environment import environment
 order = torch._C._get_sdp_priority_order()  # of torch.nn.attention.SDPBackend
 print(json.dumps(environment(torch.device("cuda")) | {"attention": order}))')
 mkdir -p "$scratch" "$out/log"
-trap 'exit 130' INT TERM  # what a bench keeps of an interrupted measurement is not the stage
+cache=$(realpath "$scratch")
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
+# what a bench keeps of an interrupted measurement is not the stage
+trap '[ -z "$watch" ] || kill -KILL -- "-$watch"; [ -z "$child" ] || stop "$child"; exit 130' INT TERM
 every_stage
 exit $failed

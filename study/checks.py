@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.auto import AUTO
-from common.code_digest import code_digest
+from common.code_digest import SHORT, code_digest, shortened
 from common.errors import ConfigError, UserError
 from common.fingerprint import data_difference, fingerprint
 from common.stats import ALPHA, detectable_effect, largest_sd
@@ -185,10 +185,11 @@ def check_settings(
 
     Raises ConfigError that names the first difference.
     """
-    if run.start.get("code", here.code) != here.code:
+    if run.codes and not run.codes & shortened([here.code, *wanted.same_code]):
         raise ConfigError(
             f"{run.name}: other code trained it than stands here: go on with that, or choose "
-            f"another {variable}"
+            f"another {variable}; or train a recorded run again, and if it is equal to the bit "
+            f"give --same_code={run.start['code'][:SHORT]}"
         )
     then = run.start.get("data")
     if here.data and then and (difference := data_difference(then, here.data)):

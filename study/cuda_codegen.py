@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -125,8 +126,9 @@ def _unfilled(like: list) -> Callable[[list], list]:
             for value in like
         ]
 
-    run._boxed_call = True
-    return run
+    boxed: Any = run
+    boxed._boxed_call = True
+    return boxed
 
 
 def _lower(graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward: bool) -> str:
@@ -186,7 +188,7 @@ def _pretend_h200() -> Iterator[None]:
         get_current_device=lambda: 0,
         get_active_torch_device=lambda: torch.device("cuda", 0),
     )
-    answers = {
+    answers: dict[str, dict[str, Any]] = {
         "torch.cuda": {
             "is_available": True,
             "device_count": 1,

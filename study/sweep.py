@@ -11,6 +11,7 @@
     HELLASWAG  off, auto (downloads the items) or their file   (off)
     KEEP       archive (a name in .tar.xz) for each finished run's config, log and HellaSwag items;
                runs that are over in it are skipped, if they have the sweep's settings
+    KEEP_DIFF  1: keep there, too, the changes of the code that no commit has
     NPROC      processes a run, started by torchrun            (1)
     JOBS       runs side by side, one CPU core each; on a machine with GPUs and NPROC=1 they take
                the GPUs in turn                                (1)
@@ -184,6 +185,7 @@ def main(argv: list[str]) -> int:
         hellaswag=hellaswag,
         out=out,
         keep=keep,
+        diff=variable("KEEP_DIFF", "") == "1",
         gpus=gpus_of_workers(processes, jobs),
         machine=machine_here(device),
     )

@@ -41,6 +41,7 @@ class Job(NamedTuple):
     keep: Path | None  # archive for finished runs
     gpus: tuple[str, ...]  # CUDA_VISIBLE_DEVICES of each worker in turn; () to leave it alone
     machine: str  # what `machine_of` calls the device here
+    diff: bool = False  # keep uncommitted changes of the code in the archive too
 
 
 class State(NamedTuple):
@@ -171,7 +172,7 @@ class Sweep:
         elif not self.train(worker, run, label):
             return
         if self.job.keep and state_of(folder).is_over:
-            archive.add(self.job.keep, folder)
+            archive.add(self.job.keep, folder, diff=self.job.diff)
 
     def train(self, worker: int, run: PlannedRun, label: str) -> bool:
         """Train a run. Returns False if another worker has it."""

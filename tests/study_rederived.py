@@ -24,6 +24,14 @@ COLUMNS = {
     "wide, Muon": ({"which_norm/muon-W": 0}, range(500, 504)),
 }
 
+# Studies with declarations of their own, as repro/which_norm.py calls their conditions -> archives,
+# tests of the family, name of the family, seeds
+OTHER = {
+    "wide, the rate of rms": (("span_again/runs", "span_again/rms"), 5, "span", range(600, 608)),
+    "wide, leads": (("leads/verdict-W",), 3, "leads", range(720, 736)),
+    "deep, leads": (("leads/verdict-D",), 3, "leads", range(720, 736)),
+}
+
 
 @functools.cache
 def runs(archive: str) -> list[dict]:
@@ -125,6 +133,61 @@ def rows() -> dict[tuple[str, str], list[str]]:
             found[key][3:6] = [f"{value[key]:.2g}" for value in (p, p_holm, p_tost)]
             found[key][6] = word if p_tost[key] >= 0.05 else f"{word}, within the margin"
     return found
+
+
+def words_of(run: dict) -> str:
+    """Return an arm's words from the name of its folder, without its learning rate."""
+    name = re.sub(r"\+learning_rate=[^+]+(?=-\d+$)", "", run["name"])
+    return name.rpartition("-")[0].replace("+", " --")
+
+
+def by_words(archives: tuple[str, ...], seeds: range) -> dict[str, dict[int, dict]]:
+    """Return arm -> seed -> run, of the archives that are there."""
+    found: dict[str, dict[int, dict]] = {}
+    for archive in archives:
+        if (RESULTS / f"{archive}.tar.xz").exists():
+            for run in runs(archive):
+                if run["seed"] in seeds:
+                    found.setdefault(words_of(run), {})[run["seed"]] = run
+    return found
+
+
+def other_rows() -> dict[tuple[str, str], tuple[int, str, str]]:
+    """Return condition and arm of OTHER -> pairs, mean, and the verdict of arms with all seeds."""
+    found: dict[tuple[str, str], tuple[int, str, str]] = {}
+    p_values: dict[tuple[str, int], dict[tuple[str, str], float]] = {}
+    for condition, (archives, tests, family, seeds) in OTHER.items():
+        arms = by_words(archives, seeds)
+        base = arms.pop("rms", {})
+        for arm, its in arms.items():
+            pairs = [its[seed]["loss"] - base[seed]["loss"] for seed in seeds if seed in its]
+            found[condition, arm] = (len(pairs), f"{np.mean(pairs):+.4f}", "")
+            if len(pairs) == len(seeds):
+                p = DescrStatsW(pairs).ttest_mean(0)[1]
+                p_values.setdefault((family, tests), {})[condition, arm] = p
+    for (_, tests), its in p_values.items():
+        for key, p in adjusted(its, tests).items():
+            pairs, mean, _ = found[key]
+            side = "better" if mean.startswith("-") else "worse"
+            found[key] = (pairs, mean, side if p < 0.05 else "no difference shown")
+    return found
+
+
+def chosen_rate(archive: str, arm: str) -> float:
+    """Return the vertex of the parabola through the best rate of an arm and its neighbours.
+
+    In log2 of the rate, to two digits; of means over the seeds, which all rates have.
+    """
+    losses: dict[float, list[float]] = {}
+    for run in runs(archive):
+        if words_of(run) == arm:
+            losses.setdefault(run["learning_rate"], []).append(run["loss"])
+    rates = sorted(losses)
+    means = np.array([np.mean(losses[rate]) for rate in rates])
+    best = int(means.argmin())
+    around = slice(best - 1, best + 2)
+    curve = np.polyfit(np.log2(rates[around]), means[around], 2)
+    return float(f"{2 ** (-curve[1] / (2 * curve[0])):.1e}")
 
 
 def both_shapes(bound: float) -> dict[str, float]:

@@ -53,15 +53,19 @@ WHOLE = {
 
 @pytest.mark.parametrize("content", WHOLE.values(), ids=WHOLE)
 def test_an_archive_of_another_program_is_read_whole(tmp_path: Path, content: bytes):
-    """And `add` keeps all of it."""
+    """And `add` keeps all of it. Uncommitted code is added only if somebody says so."""
     path, run = tmp_path / "runs.tar.xz", tmp_path / "taper-3"
     path.write_bytes(content)
     assert archive.read(path) == BOTH
     assert archive.by_run(archive.read(path)).keys() == {"rms-3", "layer-3"}
     run.mkdir()
     (run / "log.jsonl").write_bytes(LOG)
+    (run / "uncommitted.diff").write_bytes(b"diff --git ")
     archive.add(path, run)
     assert archive.read(path) == BOTH | {"taper-3/log.jsonl": LOG}
+    archive.main([str(path), "--diff", str(run)])
+    kept = {"taper-3/log.jsonl": LOG, "taper-3/uncommitted.diff": b"diff --git "}
+    assert archive.read(path) == BOTH | kept
 
 
 def damaged_sum(header: bytes) -> bytes:

@@ -95,6 +95,36 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
     assert set(record["speed_ups"]) == {"coupled_fused/rms", "A/A/rms"}
 
 
+def test_an_arm_is_on_disk_as_soon_as_it_is_ready(run, tmp_path, monkeypatch):
+    """The machine is taken away while the second arm compiles."""
+    checked = []
+
+    def check(*given):
+        if checked:
+            raise KeyboardInterrupt
+        checked.append(given)
+        return arms.check_arm(*given)
+
+    monkeypatch.setattr(bench_decode, "check_arm", check)
+    with pytest.raises(KeyboardInterrupt):
+        bench_decode.main([str(run), "--arms=A,D", "--peers=false", f"--out={tmp_path}", *FAST])
+    [row] = json_lines(tmp_path / "unpaired.jsonl")
+    assert row["arm"] == "rms" and len(row["seconds"]) == bench_decode.ALONE and "git" in row
+    assert row["tokens_per_s"] == pytest.approx(1e3 / row["ms_per_token"])
+
+
+def test_without_rounds_each_arm_is_timed_by_itself(run, tmp_path, capsys):
+    words = ["--arms=A,D", "--batch=1,2", *FAST, "--rounds=0", f"--out={tmp_path}"]
+    bench_decode.main([str(run), *words])
+    assert printed(capsys, "batches") == []
+    rows = json_lines(tmp_path / "unpaired.jsonl")
+    found = [(row["batch"], row["arm"]) for row in rows]
+    assert found == [(n, arm) for n in (1, 2) for arm in ("rms", "coupled_fused")]
+    assert not (tmp_path / "decode.jsonl").exists()
+    with pytest.raises(UserError, match="rounds=0"):
+        bench_decode.main(["--last_token", "--rounds=0"])
+
+
 def test_a_compiled_step_decodes_the_same(run, capsys):
     """torch.compile and the cache that it writes in place: the program's own checks pass."""
     bench_decode.main([str(run), "--arms=D", "--peers=false", *FAST, "--compiled=true"])

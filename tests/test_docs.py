@@ -44,15 +44,15 @@ RUN = {
     "": """
 python data/stdlib/prepare.py
 python data/prepare.py input.txt --tokenizer=bytes --out_dir=data/mine
-python report.py out/demo out/rms --plot=out/loss.png
+python report.py out/demo out/peri --plot=out/loss.png
 python report.py --published
 python -m evidence.archive results/cpu/table1/runs.tar.xz
 python convert.py out/layer --to=rms --out=out/layer-rms
 python convert.py out/taper --to=folded --out=out/taper-folded
-python convert.py out/rms --to=weightless --out=out/weightless
-python convert.py out/rms --to=coupled --inexact --out=out/coupled
+python convert.py out/demo --to=weightless --out=out/weightless
+python convert.py out/demo --to=coupled --inexact --out=out/coupled
 python convert.py out/layer --analyze
-python convert.py out/rms --to=hf --out=out/hf
+python convert.py out/demo --to=hf --out=out/hf
 python bench_decode.py random:qwen3-0.6b --ledger
 repro/gpu.sh
 python -m repro.which_norm
@@ -64,8 +64,8 @@ python data/prepare.py train.jsonl --val=val.jsonl --out_dir=data/offline
 """,
     TRAIN: """
 python train.py config/demo.py
-python train.py config/demo.py --norm_type=rms --out_dir=out/rms
-python train.py config/demo.py --norm_type=rms --seed=8 --init_std=0.08 --out_dir=out/rms-8
+python train.py config/demo.py --norm_type=peri --out_dir=out/peri
+python train.py config/demo.py --norm_type=coupled --seed=8 --init_std=0.08 --out_dir=out/coupled-8
 python train.py config/demo.py --norm_type=coupled --coupled_first=1 --out_dir=out/first
 python train.py config/demo.py --norm_type=coupled --norm_plan="Rs RR RR RR R" \
   --out_dir=out/block0
@@ -96,10 +96,10 @@ python -m bench.train config/demo.py --arms="rms; coupled" --rounds=6 --compile=
 python -m bench.kernels --out=out/kernels
 """,
     "--windows=4 --length=16 --device=cpu": """
-python -m posthoc.rms_stats out/rms --text=book.txt
+python -m posthoc.rms_stats out/demo --text=book.txt
 """,
     DISTILL: """
-python distill.py --teacher=out/rms --local=book.txt --method=full
+python distill.py --teacher=out/demo --local=book.txt --method=full
 """,
     "--arms=A,C --tokens=4 --device=cpu": """
 python bench_decode.py out/demo --tokens=16 --rounds=6 --compiled=false --peers=false
@@ -126,7 +126,8 @@ python train.py config/shakespeare_char.py
 python train.py config/layer.py --init_from=gpt2
 python convert.py openai-community/gpt2 --analyze
 python convert.py openai-community/gpt2 --to=rms --out=out/gpt2-rms
-python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
+python convert.py facebook/opt-125m --to=rms --out=out/opt-rms
+python convert.py google/gemma-3-1b-pt --to=rescaled --factor=2^-6 --out=out/gemma
 python data/prepare.py mine.txt --tokenizer=gpt2 --out_dir=data/mine
 python train.py --init_from=gpt2 --data_dir=data/mine --out_dir=out/tuned --dropout=0.1 \
   --max_iters=200 --warmup_iters=20 --learning_rate=6e-5 --min_lr=6e-6 --batch_size=4 \
@@ -137,8 +138,8 @@ python convert.py Qwen/Qwen3-0.6B --to=weightless --out=out/qwen3
 python -m posthoc.rms_stats Qwen/Qwen3-0.6B --text=book.txt --across --plot=fig3.png
 python distill.py config/distill_qwen3_0.6b.py
 python distill.py config/distill_qwen3_0.6b.py --estimate
-python -m evals.lm_eval_model out/rms out/distill --tasks=mmlu,gpqa_main_n_shot --num_fewshot=5
-python -m evals.lm_eval --model nanonorm --model_args spec=out/rms --tasks arc_easy,piqa \
+python -m evals.lm_eval_model out/demo out/distill --tasks=mmlu,gpqa_main_n_shot --num_fewshot=5
+python -m evals.lm_eval --model nanonorm --model_args spec=out/demo --tasks arc_easy,piqa \
   --num_fewshot 5 --output_path out/marks.json
 repro/fig3.sh TEXT
 """,
@@ -226,12 +227,14 @@ ARMS="rms coupled 'coupled --coupled_span=2'" SEEDS="8 9 10 11 12 13 14 15" \
   ./sweep.sh config/small.py
 ARMS="'rms --learning_rate=0.006' 'peri --learning_rate=0.003'" SEEDS="1 2 3 4" OUT=out/rates \
   ./sweep.sh config/demo.py --study="peri, rates from seed 100"
+ARMS=peri SEEDS="8 9 10 11" ./sweep.sh config/demo.py --same_code=3f0c9a71b2d4
+python report.py out/demo --baseline=rms --same_code=3f0c9a71b2d4,90ab12cd34ef
 python -m bench.aot --sm=90 --channels=768
 python -m bench.aot --sm=90 --batch=1,31
 python -m bench.bytes --n_embd=768 --tokens=65536
 python -m bench.kernels --host=True
 python -m bench.fold random:gpt2 --lengths=256,1024
-python -m evals.lm_eval_model out/rms out/distill --mmlu=DEV,TEST --limit=20
+python -m evals.lm_eval_model out/demo out/distill --mmlu=DEV,TEST --limit=20
 """,
 }
 
@@ -391,15 +394,15 @@ def house(tmp_path_factory) -> Path:
         shard = folder / f"data/stdlib/stdlib_{split}_000000.bin"
         write_shard(shard, np.frombuffer(text.encode(), dtype=np.uint8))
     write_meta(folder / "data/stdlib", {"tokenizer": "bytes", "vocab_size": 257})
-    for norm_type in ("coupled", "rms", "layer", "taper"):
+    for norm_type in ("rms", "peri", "layer", "taper"):
         words = ["config/demo.py", f"--norm_type={norm_type}", f"--out_dir=out/{norm_type}"]
         run(folder, "train", [*words, *TRAIN.split()])
-    shutil.move(folder / "out/coupled", folder / "out/demo")
+    shutil.move(folder / "out/rms", folder / "out/demo")
     with tarfile.open(folder / "results/cpu/table1/runs.tar.xz") as archive:
         some = [file for file in archive if re.match(r"(./)?(rms|coupled)-(8|9|10)\b", file.name)]
         archive.extractall(folder / "out/small", some, filter="data")
     shutil.copytree(folder / "out/small", folder / "out/table1_cpu")
-    shutil.copy(folder / "out/rms/ckpt_best.pt", folder / "out/small/rms-8")
+    shutil.copy(folder / "out/demo/ckpt_best.pt", folder / "out/small/rms-8")
     return folder
 
 

@@ -26,7 +26,10 @@ LEVELS = (
     ("load",),
     ("fold", "evals"),
     ("decode", "posthoc", "study"),
-    ("train", "sample", "hellaswag", "report", "convert", "distill", "bench_decode", "judge"),
+    (
+        *("train", "sample", "hellaswag", "report", "convert", "distill", "doctor"),
+        *("bench_decode", "judge"),
+    ),
     ("bench",),
     ("repro",),
 )

@@ -15,6 +15,7 @@ import sys
 import typing
 
 import pytest
+from helpers import ROOT
 
 from common.errors import run_program
 from configurator import parse_args
@@ -29,6 +30,7 @@ CONFIGS = {
     "judge": ("JudgeConfig",),
     "hellaswag": ("HellaSwagConfig",),
     "convert": ("ConvertConfig", "--to=rms", "--out=out"),
+    "doctor": ("DoctorConfig",),
     "bench_decode": ("DecodeBenchConfig",),
     "bench.train": ("TrainBenchConfig",),
     "bench.kernels": ("KernelBenchConfig",),
@@ -102,3 +104,9 @@ def test_keys(name):
     cls, *base = CONFIGS[name]
     cls = getattr(importlib.import_module(name), cls)
     check_keys(lambda argv: parse_args(cls, [*base, *argv])[0], cls)
+
+
+def test_the_demo_takes_the_defaults_that_a_newcomer_is_told_of():
+    """RMSNorm, and the rule for `init_std`, so that another width begins as it should."""
+    config, _ = parse_args(TrainConfig, [str(ROOT / "config/demo.py"), "--n_embd=64"])
+    assert config.norm_type == "rms" and config.init_std is None

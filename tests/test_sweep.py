@@ -258,9 +258,10 @@ def test_other_settings_are_not_done_already(train_ok, data, tmp_path):
         with pytest.raises(ConfigError, match=r"rms-1.*learning_rate=0\.02"):
             check_with("--learning_rate=0.02", **place)
     log = tmp_path / "rms-1/log.jsonl"
-    log.write_text(re.sub('"code": "[0-9a-f]+"', '"code": "0123"', log.read_text()))
-    with pytest.raises(ConfigError, match="rms-1: other code trained it"):
+    log.write_text(re.sub('"code": "[0-9a-f]+"', '"code": "0123456789ab"', log.read_text()))
+    with pytest.raises(ConfigError, match=r"rms-1: other code.*--same_code=0123456789ab"):
         check_with()
+    check_with("--same_code=0123456789ab")
     log.write_text(re.sub('"code": "[0-9a-f]+", ', "", log.read_text()))
     check_with()
     log.write_text(re.sub('("data": "[^"]*:)[0-9a-f]{8}', r"\g<1>00000000", log.read_text()))

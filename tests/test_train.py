@@ -33,12 +33,18 @@ from warm_python import warm_python
 
 import common.fingerprint
 import train
+import training.run
 from common import environment
-from common.code_digest import code_digest
+from common.code_digest import UNCOMMITTED, code_digest
+from common.distributed import Ranks
+from common.errors import UserError
 from common.fingerprint import data_difference
 from evidence.runs import Run
 from taper import TaperSchedule
+from training.checkpoint import FoundCheckpoint
+from training.config import TrainConfig
 from training.dataloader import Blocks
+from training.run import RunFolder
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -445,14 +451,41 @@ def test_another_place_is_told_on_resume(launch, train_ok, tmp_path):
     train_ok(*words, "--max_iters=7")
     there = {"git": "another", "code": "edited", "versions": {"python": "3", "torch": "9.9"}}
     other = ("other_place", there)
-    train_ok(*words, "--max_iters=8", ranks=2, patch=other)
+    said = f"--same_code={code_digest()}"
+    train_ok(*words, "--max_iters=8", said, ranks=2, patch=other)
     first, second = (event["changed"] for event in events(run, "resume"))
     assert first == ["max_iters 4 -> 7"]
     names = ("git ", "code ", "world_size 1 -> 2", "torch ")
     told = [line for line in second if line.startswith(names)]
     assert [line.partition(" ")[0] for line in told] == [name.split()[0] for name in names]
     assert told[1] == f"code {code_digest()} -> edited" and told[3].endswith("-> 9.9")
-    assert "world_size 1 -> 2" in Run(run).problem()
+    assert Run(run).codes == {code_digest()[:12], "edited"}
+    assert "world_size 1 -> 2" in Run(run).problem() and "edited" not in Run(run).problem()
+
+
+def test_code_that_is_not_committed_stays_with_the_run(monkeypatch, tmp_path):
+    """Of the run that began last; another file of that name is not replaced."""
+    config = TrainConfig(out_dir=str(tmp_path), same_code=("a" * 12,))
+    path = tmp_path / UNCOMMITTED
+
+    def begin(diff: bytes, resumed: bool = False) -> None:
+        monkeypatch.setattr(training.run, "uncommitted_changes", lambda: diff)
+        with RunFolder(config, Ranks.start("cpu")) as run:
+            run.compare(config, "data", "")
+            if resumed:
+                run.found = FoundCheckpoint({"step": 1}, tmp_path / "elsewhere/ckpt.pt", "")
+            run.open_log(config, {})
+            run.log.close("done")
+
+    begin(b"diff --git a/x.py b/x.py\n")
+    begin(b"diff --git a/y.py b/y.py\n", resumed=True)
+    assert path.read_bytes() == b"diff --git a/x.py b/x.py\n"
+    begin(b"")
+    assert not path.exists()
+    path.write_text("a user's own")
+    with pytest.raises(UserError, match=UNCOMMITTED):
+        begin(b"")
+    assert records(tmp_path)[0]["config"]["same_code"] == ["a" * 12]
 
 
 def test_commits_that_differ_in_results_and_texts_are_one_code(tmp_path, monkeypatch):

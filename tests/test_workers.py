@@ -50,7 +50,7 @@ def test_an_error_of_an_earlier_attempt_is_not_that_of_this_one(tmp_path, capsys
 def test_a_run_that_cannot_be_kept_says_why(tmp_path, monkeypatch, capsys, signals):
     """Also where the run itself has its line: it is done."""
 
-    def add(*_: Path) -> None:
+    def add(*_: Path, diff: bool) -> None:
         raise UserError("no room in k.tar.xz")
 
     monkeypatch.setattr(archive, "add", add)

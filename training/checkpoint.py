@@ -95,7 +95,7 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
         is_torchs = re.search("inline_container|PytorchStreamWriter", str(error))
         if isinstance(error, RuntimeError) and not is_torchs:
             raise
-        problem = OSError(errno.ENOSPC, "the disk may be full") if is_torchs else error
+        problem: Any = OSError(errno.ENOSPC, "the disk may be full") if is_torchs else error
         kept = "this checkpoint or the previous one is there"
         raise CheckpointError(cannot_write(path, problem, kept)) from None
 
@@ -334,7 +334,7 @@ def _checkpoint_at(path: Path, out_dir: Path) -> FoundCheckpoint:
     return FoundCheckpoint(read_checkpoint(path), path if is_elsewhere else out_dir / name, "")
 
 
-def restore(path: Path, saved: dict[str, Any], config: GPTConfig, model: nn.Module) -> None:
+def restore(path: Path, saved: dict[str, Any], config: Any, model: nn.Module) -> None:
     """Put the weights of a checkpoint into a model, which may be sharded.
 
     Args:

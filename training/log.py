@@ -37,6 +37,7 @@ class RunLog:
         start: dict[str, Any],
         changed: list[str],
         logged_until: int = 0,
+        same_code: tuple[str, ...] = (),
     ) -> None:
         """Begin a new log, or go on with the log of a run that is resumed.
 
@@ -50,6 +51,7 @@ class RunLog:
             start: values of the `start` event of a new log.
             changed: settings that have changed since the run was last resumed or started.
             logged_until: the last step that the log of a resumed run must have.
+            same_code: digests of code that is said to train as today's.
         """
         if not self.active:
             return
@@ -68,6 +70,8 @@ class RunLog:
             self.event("start", config=config, **start)
         if resume_step is not None:
             more: dict[str, Any] = {"changed": changed} if changed else {}
+            if same_code:
+                more["same_code"] = same_code
             if self.last_step < logged_until:
                 more["gap"] = [self.last_step + 1, logged_until]
             self.event("resume", step=resume_step, **more)

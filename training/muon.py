@@ -50,7 +50,11 @@ class MuonWithAdamW:
         self.adamw = adamw
         self.rows = list(matrices.values())
         # Whole weights, as GradScaler needs them to divide their gradients by the loss scale.
-        self.group = {"params": list(matrices), "lr": lr, "weight_decay": weight_decay}
+        self.group: dict[str, Any] = {
+            "params": list(matrices),
+            "lr": lr,
+            "weight_decay": weight_decay,
+        }
         self.parts: list[Tensor] = []  # views: what changes them changes the weights
         for weight, rows in matrices.items():
             self.parts += weight.detach().split(rows)  # (rows, C) each

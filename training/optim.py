@@ -6,7 +6,7 @@ A step whose loss or gradient is not finite is never applied.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from model import GPT
 from norms import Norm
 from training.muon import MuonWithAdamW
 
-Optimizer = torch.optim.AdamW | MuonWithAdamW
+Optimizer: TypeAlias = torch.optim.AdamW | MuonWithAdamW
 
 
 @dataclass(frozen=True)

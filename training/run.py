@@ -6,7 +6,8 @@ data would be another experiment, and are refused. Every other change is noted i
 report.py leaves the run out.
 
 train.py leaves config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt there; distill.py
-log.jsonl, distill_last.pt, and at its end a model. A tracker adds tracker_id or tensorboard/.
+log.jsonl, distill_last.pt, and at its end a model. A tracker adds tracker_id or tensorboard/, and
+code that is not committed uncommitted.diff.
 """
 
 import json
@@ -15,7 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.code_digest import code_digest
+from common.code_digest import (
+    UNCOMMITTED,
+    check_digests,
+    code_digest,
+    uncommitted_changes,
+)
 from common.distributed import Ranks, StopSignal
 from common.environment import DTYPES, environment, is_same_code
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write
@@ -36,6 +42,7 @@ COMPARED = ("git", "code", "world_size", "device", "processor", "float32_product
 FREE_AT_THE_END = {
     "out_dir",
     "resume",
+    "same_code",
     "log_interval",
     "jobs",
     "tracker",
@@ -61,6 +68,9 @@ class RunKeys:
     )
     tracker: str = key("off", "log to an experiment tracker too", TRACKERS)
     tracker_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
+    same_code: tuple[str, ...] = key(
+        (), "digests of other code by which a recorded run, trained anew, was equal to the bit"
+    )
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,7 @@ class RunFolder:
         self.notes: list[str] = []  # lines for people, shown once the log is open
         self.provenance: dict[str, Any] = {}  # data, machine and code
         self.changed: list[str] = []  # what differs from the run that is resumed
+        self.uncommitted = b""  # how the code differs from the commit, on the main rank
         is_main = ranks.is_main
         self.log = RunLog(self.path, config.max_iters, is_main)
         # No other process may be in the folder when we look for a checkpoint there.
@@ -226,8 +237,10 @@ class RunFolder:
         Raises:
             DataError: ranks see different data.
             CheckpointError: the run has seen other data than these.
+            ConfigError: same_code has what is no digest.
         """
         ranks = self.ranks
+        check_digests("same_code", config.same_code)
         ranks.check_same(data, "ranks see different data: copy the same to each machine")
         self.provenance = {
             "data": data,
@@ -235,6 +248,8 @@ class RunFolder:
             "code": code_digest(),
             **environment(ranks.device),
         }
+        if ranks.is_main:
+            self.uncommitted = uncommitted_changes()
         found = self.found
         if found is None:
             return
@@ -274,9 +289,30 @@ class RunFolder:
         keys = asdict(config)
         if config_file:
             check_replaceable(path, RUN_CONFIG)
-        self.log.open(keys, resume_step, start | self.provenance, self.changed, logged_until)
+        if resume_step is None:
+            self._keep_uncommitted()
+        self.log.open(
+            keys,
+            resume_step,
+            start | self.provenance,
+            self.changed,
+            logged_until,
+            config.same_code,
+        )
         if config_file:
             write_text(path, json.dumps(keys, indent=1))
+
+    def _keep_uncommitted(self) -> None:
+        """Leave the changes of the code that no commit has, or remove those of a run before."""
+        path = self.path / UNCOMMITTED
+        check_replaceable(path, b"diff --git ")
+        try:
+            if self.uncommitted:
+                write_bytes_atomically(path, self.uncommitted)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(cannot_write(path, error)) from None
 
 
 def write_model(model: GPT, folder: Path, step: int = 0, kept: str = "") -> None:

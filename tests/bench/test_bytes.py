@@ -10,6 +10,8 @@ import collections
 import dataclasses
 import gc
 import re
+from collections.abc import Mapping, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +19,11 @@ from helpers import FORKS, ROOT, json_lines
 
 import norm_plan
 from bench import bytes
+from common.environment import environment
 from common.errors import UserError
 from kernels.cross_entropy import cross_entropy
 from model import FOLD_PAYS, GPT, GPTConfig
-from study import cuda_codegen
+from study import cuda_codegen, traffic
 from study.traffic import launches, total
 
 TOKENS = 65536
@@ -178,16 +181,29 @@ def recorded(folder) -> dict[str, dict[str, float]]:
 LEDGER = recorded(ROOT / "results/cpu/bytes")
 
 
-def figures() -> dict[str, dict[str, float]]:
-    """Count what TODAY says."""
+def figures() -> tuple[dict[str, dict[str, float]], list[tuple[str, str]]]:
+    """Count what TODAY says; return that, and the source of each step in the order of counting."""
     gc.disable()  # it takes 15 % of the time; this process soon ends
-    config = bytes.LedgerConfig()
-    return {arm: bytes.count(config, arm, streams) for arm, streams in TODAY.items()}
+    config, sources = bytes.LedgerConfig(), []
+    cuda_code = cuda_codegen.cuda_code
+
+    def code_of(*given):
+        sources.append(cuda_code(*given))
+        return sources[-1]
+
+    with mock.patch.object(traffic, "cuda_code", code_of):
+        found = {arm: bytes.count(config, arm, streams) for arm, streams in TODAY.items()}
+    return found, sources
+
+
+@pytest.fixture(scope="module")
+def today(in_child):
+    return in_child(figures)
 
 
 @needs_codegen
-def test_the_table_in_results_is_todays(in_child):
-    found = in_child(figures)
+def test_the_table_in_results_is_todays(today):
+    found, _ = today
     changed = {
         (arm, name)
         for arm, row in found.items()
@@ -220,6 +236,29 @@ def test_what_norms_move_in_the_step_of_training():
         assert fold[whole] - fold[stream] <= rms[whole] - rms[stream] + 2 * casts
 
 
+def bytes_of_what_ran(sources: Sequence[str], ran: Mapping[str, int]) -> int:
+    """Check that kernels ran as often as they are read in the sources; return the norms' bytes."""
+    found = [launch for code in sources for launch in launches(code, TOKENS // 1024, 1024)]
+    generated = {name: times for name, times in ran.items() if name.startswith("triton_")}
+    assert generated == collections.Counter(
+        launch.name for launch in found if launch.name != "addmm"
+    )
+    return total(found, 768)
+
+
+@needs_codegen
+def test_a_step_has_the_kernels_and_bytes_that_are_counted(today):
+    """The next test without its GPU: what runs is what the sources call."""
+    of_three, of_two = today[1][-2:]  # of "coupled, fold", which is counted last
+    moved = []
+    for sources in (of_three, of_two):
+        ran = collections.Counter(re.findall(r"(triton_\w+)\.run\(", "".join(sources)))
+        assert len(ran) > 5
+        moved.append(bytes_of_what_ran(sources, ran))
+    expected = LEDGER["coupled, fold"]["bfloat16 stream"]
+    assert (moved[0] - moved[1]) / TOKENS == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a trace of a compiled step")
 @pytest.mark.parametrize("arm", ["rms", "coupled, fold"])
 def test_a_real_step_has_the_kernels_and_bytes_that_are_counted(arm):
@@ -248,13 +287,8 @@ def test_a_real_step_has_the_kernels_and_bytes_that_are_counted(arm):
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             step()
             torch.cuda.synchronize()
-        found = [launch for code in sources for launch in launches(code, *idx.shape)]
-        moved[blocks] = total([launch for launch in found if launch.is_of_norms(768)])
         ran = collections.Counter(event.name for event in trace.events())
-        generated = {name: times for name, times in ran.items() if name.startswith("triton_")}
-        assert generated == collections.Counter(
-            launch.name for launch in found if launch.name != "addmm"
-        )
+        moved[blocks] = bytes_of_what_ran(sources, ran)
         print(arm, blocks, {name: times for name, times in ran.items() if "copy" in name.lower()})
     expected = LEDGER[arm]["bfloat16 stream"]
     assert (moved[3] - moved[2]) / TOKENS == pytest.approx(expected, rel=0.02)
@@ -267,7 +301,14 @@ def test_the_program_writes_its_table(tmp_path, monkeypatch):
     bytes.main([out])
     monkeypatch.setattr(bytes, "count", lambda config, arm: LEDGER[arm])
     bytes.main([out, f"--arms={'; '.join(LEDGER)}"])
+    first = environment(torch.device("cpu"))["git"]
+    head = (tmp_path / "new/README.md").read_text().split("\n|")[0]
+    assert f"commit {first}. Made" in " ".join(head.split())
+    place = {"git": "of another day", "versions": {"torch": "3.0"}}
+    monkeypatch.setattr(bytes, "environment", lambda device: place)
     bytes.main([out, "--arms=rms"])
+    head = " ".join((tmp_path / "new/README.md").read_text().split("\n|")[0].split())
+    assert "of another day (rms)" in head and f"commit {first} (layer, coupled," in head
     assert recorded(tmp_path / "new") == LEDGER
     pages = [folder / "README.md" for folder in (ROOT / "results/cpu/bytes", tmp_path / "new")]
     old, new = (re.findall(r"^\|.*", page.read_text(), re.M) for page in pages)

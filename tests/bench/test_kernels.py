@@ -5,6 +5,8 @@ write. Nothing here asserts a time.
 """
 
 import json
+import os
+import signal
 import sys
 import time
 
@@ -16,7 +18,8 @@ from bench import kernel_arms, kernels
 from bench.copy_kernel import copy
 from bench.kernel_arms import OPERATORS, UNSCALED, arms_of
 from bench.kernels import Case, KernelBenchConfig
-from common.errors import UserError
+from common.errors import ConfigError, UserError
+from configurator import parse_args
 from decode import timing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -211,6 +214,43 @@ def test_other_libraries_take_part_where_they_are_installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("only", "on_gpu", "on_cpu"),
+    [
+        ("triton", ["triton"], ["reference"]),
+        ("torch", ["triton", "torch", UNSCALED], ["reference", "torch", UNSCALED]),
+        ("compiled", ["triton", "compiled"], ["reference"]),
+    ],
+)
+def test_arms_can_be_chosen(only, on_gpu, on_cpu):
+    config = parse_args(KernelBenchConfig, [f"--arms={only}"])[0]
+    assert list(arms_of("scaled_gelu", CUDA, config.arms)[0]) == on_gpu
+    assert list(arms_of("scaled_gelu", CPU, config.arms)[0]) == on_cpu
+    with pytest.raises(ConfigError, match="'tritn'"):
+        parse_args(KernelBenchConfig, ["--arms=tritn"])
+
+
+@pytest.mark.parametrize(("whole", "kept"), [(7, [7]), (5, None)])
+def test_an_interrupted_bench_keeps_what_it_has_and_ends(whole, kept, monkeypatch, tmp_path):
+    """A stage that is late is cut: no other case begins. Five rounds have no interval."""
+
+    def interrupted(arm, **_):
+        turns.append(arm)
+        if len(turns) > 3 * whole:  # two arms and a copy
+            raise KeyboardInterrupt
+        return 1.0
+
+    turns = []
+    monkeypatch.setattr(timing, "seconds", interrupted)
+    words = [*SMALL, "--rounds=50", "--ops=rms_norm,layer_norm", f"--out={tmp_path}"]
+    if kept:
+        kernels.main(words)
+        assert [row["rounds"] for row in json_lines(tmp_path / "kernels.jsonl")] == kept
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            kernels.main(words)
+
+
+@pytest.mark.parametrize(
     ("device", "threads", "clock"), [("cpu", 1, 1.0), ("cpu", 2, 2.0), ("mps", 1, 2.0)]
 )
 def test_the_process_s_time_is_taken_on_one_cpu_thread_alone(device, threads, clock, monkeypatch):
@@ -218,6 +258,25 @@ def test_the_process_s_time_is_taken_on_one_cpu_thread_alone(device, threads, cl
     seconds = {time.process_time: 1.0, time.perf_counter: 2.0}
     monkeypatch.setattr(timing, "seconds", lambda call, clock: seconds[clock])
     assert timing.time_arms({"arm": int}, 3, torch.device(device)) == {"arm": [clock] * 3}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_rounds_and_keeps_those_that_are_whole(number):
+    """SIGINT too where it was ignored, as in a shell's background job."""
+    ran = []
+
+    def arm():
+        ran.append(number)
+        if len(ran) == 8:
+            os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        times = timing.time_arms({"a": arm, "b": arm}, 1000, CPU)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert set(map(len, times.values())) == {3}  # the fourth round is not whole
 
 
 @pytest.mark.skipif(

@@ -269,6 +269,32 @@ def test_a_run_writes_table_and_records(tmp_path, capsys, upstream):
     assert readme.count("\n| ") == 2 + len(names) and "3 rounds," in readme and "MFU" not in readme
 
 
+def test_an_arm_is_on_disk_as_soon_as_it_is_ready(tmp_path, monkeypatch):
+    """The machine is taken away while the second arm compiles."""
+    built = []
+
+    def build(arm, *given):
+        if built:
+            raise KeyboardInterrupt
+        built.append(arm.name)
+        return build_step(arm, *given)
+
+    monkeypatch.setattr(train, "build_step", build)
+    with pytest.raises(KeyboardInterrupt):
+        train.main([*TINY, *EAGER, "--arms=rms; coupled", f"--out={tmp_path}"])
+    [row] = json_lines(tmp_path / "unpaired.jsonl")
+    assert row["arm"] == "rms" and len(row["seconds"]) == train.ALONE and "git" in row
+    assert row["tokens_per_s"] > 0 and {"mfu", "peak_memory"} <= row.keys()
+
+
+def test_without_rounds_each_arm_is_timed_by_itself(tmp_path, capsys):
+    words = ["--arms=rms; coupled", "--controls=False", "--rounds=0", f"--out={tmp_path}"]
+    train.main([*TINY, *EAGER, *words])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["arm"] for row in told] == ["rms", "coupled"]
+    assert [path.name for path in tmp_path.iterdir()] == ["unpaired.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("cpu", "channels", "expected"),
     [
@@ -308,7 +334,7 @@ def test_the_profile_says_where_an_arms_time_goes():
     config = config_of(
         "--n_layer=1", "--arms=rms; coupled", "--rounds=2", "--controls=False", "--profile"
     )
-    _, steps = train.measure(config, CPU)
+    _, steps = train.measure(config, {}, CPU)
     kernels = {arm: train_profile.profile_step(step, CPU) for arm, step in steps.items()}
     assert set(kernels) == {"rms", "coupled", f"rms{AGAIN}"}
     for found in kernels.values():

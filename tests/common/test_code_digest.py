@@ -9,7 +9,7 @@ import sys
 
 from helpers import ROOT
 
-from common.code_digest import code_digest, code_files
+from common.code_digest import code_digest, code_files, uncommitted_changes
 from training.run import changes
 
 
@@ -50,3 +50,33 @@ def test_a_resumed_run_of_another_digest_is_told():
     assert changes(a, b) == ["git one -> two", "code a -> b"]
     assert changes({"git": "one"}, a) == []
     assert changes({"git": "another"}, a) == ["git another -> one"]
+
+
+def test_the_diff_makes_the_code_from_the_commit(tmp_path):
+    """What was edited, added or deleted, of the files that count; whatever the user's git shows."""
+
+    def git(*words: str) -> None:
+        names = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", tmp_path, *names, *words], check=True, capture_output=True)
+
+    def write(**texts: str) -> None:
+        for name, text in texts.items():
+            path = tmp_path / name.replace("__", "/").replace("_py", ".py")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+
+    assert uncommitted_changes(tmp_path) == b""  # no repository
+    git("init", "-q")
+    write(model_py="a = 1\n", training__a_py="b = 1\n", training__b_py="c = 1\n", report_py="\n")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    git("config", "diff.noprefix", "true")
+    assert uncommitted_changes(tmp_path) == b""
+    write(model_py="a = 2\n", training__new_py="d = 1\n", report_py="edited\n", mine_py="x\n")
+    (tmp_path / "training/b.py").unlink()
+    digest, diff = code_digest(tmp_path), uncommitted_changes(tmp_path)
+    assert b"report.py" not in diff and b"mine.py" not in diff
+    git("stash", "-uq")
+    assert code_digest(tmp_path) != digest
+    subprocess.run(["git", "-C", tmp_path, "apply"], input=diff, check=True)
+    assert code_digest(tmp_path) == digest

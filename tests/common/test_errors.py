@@ -6,6 +6,7 @@ lost.
 
 import errno
 import subprocess
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ run_program(lambda argv: torch.compile(lambda x: x.sin() + 1)(torch.ones(9)))
 
 
 def test_a_machine_without_a_compiler(tmp_path):
-    keys = {"python": warm_python(), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    keys: Any = {"python": warm_python(), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     job = run_python("-c", COMPILES, code=1, **keys)
     assert "Traceback" not in job.stderr
     assert job.stderr.startswith(

@@ -8,7 +8,7 @@ import torch
 from helpers import draw
 from torch import nn
 
-from fold.certificate import certify, fresh_inputs, randomize
+from fold.certificate import certify, fresh_inputs, randomize, weights_hash
 
 X = draw(3, 8, dtype=torch.float32)
 
@@ -117,3 +117,25 @@ def test_fresh_inputs():
     assert set(fresh["ids"].flatten().tolist()) <= {3, 9, 4, 11} and fresh["flag"]
     assert torch.equal(fresh["mask"], mask) and not torch.equal(fresh["x"], x)
     assert abs(fresh["x"].mean() - 5) < 0.3 and abs(fresh["x"].std() - 2) < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_certificate_says_how_far_off_what_is_written_is(dtype):
+    """From the float64 original, beside the original in its own type."""
+    model, x = Head().to(dtype), X.to(dtype)
+    after, certificate = certify(model, centered, (x,))
+    exact = copy.deepcopy(model).double()(x.double())
+    own, stored = (one.double() for one in (after(x), copy.deepcopy(after).double()(x.double())))
+    written = certificate.written
+    for told, output in (
+        (written.before, model(x).double()),
+        (written.after, own),
+        (written.after_float64, stored),
+    ):
+        off = (output - exact).abs().max() / exact.abs().max()
+        # Where the model casts to float32, float64 is exact only in the certificate.
+        assert told == pytest.approx(off.item(), rel=0.1, abs=1e-7)
+    assert f"in {written.dtype}: off from the float64 original" in str(certificate)
+    assert certificate.examples == {"0": f"{written.dtype} (3, 8)"} and certificate.seed
+    assert certificate.weights == {"before": weights_hash(model), "after": weights_hash(after)}
+    assert weights_hash(model) != weights_hash(after)

@@ -228,6 +228,7 @@ def test_what_is_written_has_the_architecture_and_gains_of_1(name, tmp_path, cap
     assert not (out / "fold.json").exists() and type(ours) is type(theirs)
     config, before = (json.loads((path / "config.json").read_text()) for path in (out, source))
     hashed = hashlib.sha256((out / "certificate.json").read_bytes()).hexdigest()
+    assert config.pop("converted_from")["certificate"] == hashed
     assert config == before | {"tie_word_embeddings": False, "weightless_norms": hashed}
     assert {key for key, gain in gains(ours).items() if (gain != 1).any()} == {
         key for key in certificate["refusals"] if key.endswith("weight")

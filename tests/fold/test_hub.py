@@ -4,19 +4,23 @@ model, to them as well.
     python -m pytest tests/fold/test_hub.py
 """
 
+import hashlib
 import json
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import shake
+from helpers import close, shake
 
 pytest.importorskip("transformers")
+from safetensors.torch import save_file
 
 import convert
 from common.errors import ConfigError, FoldError, HFError, UserError
 from common.hub import import_transformers
-from fold import hub
+from fold import analyze, fold, fold_gains, hub
+from fold.certificate import weights_hash
 from fold.modules import FoldedNorm
 
 hf = import_transformers()
@@ -32,6 +36,18 @@ OPT = dict(
     **WORDS,
 )
 GPT2 = dict(n_embd=16, n_layer=1, n_head=2, n_positions=32, **WORDS)
+
+SEQ2SEQ = dict(
+    d_model=16,
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_ffn_dim=24,
+    decoder_ffn_dim=24,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    decoder_start_token_id=2,
+    **WORDS,
+)
 
 
 @pytest.fixture
@@ -108,10 +124,168 @@ def test_nothing_is_left_of_a_folder_that_is_another_model(folder, tmp_path, mon
         model.model.decoder.final_layer_norm.bias.data += 1
         return model
 
-    monkeypatch.setattr(convert, "load", damaged)
-    with pytest.raises(UserError, match="nothing written: loaded again"):
+    monkeypatch.setattr(hub, "load", damaged)
+    with pytest.raises(UserError, match=r"nothing written: .* \(.*final_layer_norm\.bias differs"):
         convert.main([str(source), "--to=rms", f"--out={tmp_path / 'new' / 'out'}"])
     assert list((tmp_path / "new").iterdir()) == []
+
+
+BART = dict(max_position_embeddings=20, **SEQ2SEQ)
+TIED = {
+    "BartForConditionalGeneration": BART,
+    "BertForMaskedLM": dict(**SIZE, **WORDS),
+    "RobertaForMaskedLM": dict(max_position_embeddings=40, **SIZE, **WORDS),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("to", ["weightless", "rms"])
+def test_untying_one_tie_keeps_the_others(to, name, folder, tmp_path):
+    """In what save_pretrained writes and from_pretrained reads, as well."""
+    before = hub.load_pretrained(folder(name, **TIED[name]))
+    x = hub.example_inputs(before, seed=5)
+    if to == "rms":
+        after, certificate = fold(before, analyze(before, x), untie=True)
+    else:
+        after, certificate = fold_gains(before, x)
+    assert certificate.ok and not after.config.tie_word_embeddings
+    after.save_pretrained(tmp_path / "plain")
+    hub.save(after, tmp_path / "out", certificate)
+    for path in (tmp_path / "plain", tmp_path / "out"):
+        close(run(type(before).from_pretrained(path), x), run(before, x), 1e-5)
+
+
+LLAMA = dict(num_key_value_heads=1, **SIZE, **WORDS)
+CLIP_VISION = dict(image_size=16, patch_size=8, projection_dim=8, **SIZE)
+
+
+@pytest.mark.parametrize("words", [[], ["--keep_final_gain"]])
+@pytest.mark.parametrize(
+    ("name", "shape", "base"),
+    [
+        ("LlamaForCausalLM", LLAMA, "AutoModel"),
+        ("CLIPVisionModelWithProjection", CLIP_VISION, "CLIPVisionModel"),
+    ],
+)
+def test_the_base_model_of_a_weightless_folder(name, shape, base, words, folder, tmp_path, capsys):
+    """It is the same function, too, or the certificate says that it is not."""
+    source, out = folder(name, **shape), tmp_path / "out"
+    convert.main([str(source), "--to=weightless", f"--out={out}", *words])
+    before, after = (getattr(hf, base).from_pretrained(path) for path in (source, out))
+    x = hub.example_inputs(before, seed=5)
+    pairs = zip(before.eval()(**x).values(), after.eval()(**x).values(), strict=True)
+    differs = any(not torch.allclose(a, b, 0, 1e-5) for a, b in pairs)
+    assert differs == (words == [])
+    certificate = json.loads((out / "certificate.json").read_text())
+    told = [use for use in certificate["not_covered"] if use.startswith("AutoModel of this")]
+    assert bool(told) == differs and all(use in capsys.readouterr().out for use in told)
+
+
+def test_a_folder_says_what_it_was_made_of_and_for_what_not(folder, tmp_path, capsys):
+    """Both conversions in turn: norms stay RMSNorms, and hashes are those of the files."""
+    source = folder("OPTForCausalLM", **OPT)
+    before = hub.load_pretrained(source)
+    x = hub.example_inputs(before, seed=5)
+    for order in (("rms", "weightless"), ("weightless", "rms")):
+        at = source
+        for to in order:
+            out = tmp_path / "-".join(order) / to
+            convert.main([str(at), f"--to={to}", f"--out={out}"])
+            assert "not covered: adapters of the original" in capsys.readouterr().out
+            config = json.loads((out / "config.json").read_text())
+            told = (out / "certificate.json").read_bytes()
+            made = config["converted_from"]
+            assert (made["source"], made["to"]) == (str(at), to)
+            assert made["weights"] == weights_hash(hub.load_as_saved(at))
+            assert made["certificate"] == hashlib.sha256(told).hexdigest()
+            assert config.get("weightless_norms", made["certificate"]) == made["certificate"]
+            at = out
+        assert json.loads(told)["source_certificate"]["to"] == order[0]
+        assert "weightless_norms" in config
+        after = hub.load(out)
+        assert sum(isinstance(module, FoldedNorm) for module in after.modules()) == 3
+        close(run(after, x), run(before, x), 1e-5)
+
+
+WHISPER = dict(num_mel_bins=8, max_source_positions=8, max_target_positions=20, **SEQ2SEQ)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "argument", "is_coupled"),
+    [
+        ("OPTForCausalLM", OPT, "inputs_embeds", False),
+        ("WhisperModel", WHISPER, "decoder_inputs_embeds", False),
+        ("BartModel", BART, "inputs_embeds", False),
+        ("GPT2LMHeadModel", GPT2, "inputs_embeds", True),
+    ],
+)
+def test_embeddings_given_by_hand(name, shape, argument, is_coupled, folder, tmp_path):
+    """Whatever their mean: the LayerNorms did not see it."""
+    source, out = folder(name, **shape), tmp_path / "out"
+    before = hub.load_pretrained(source)
+    x = {argument: torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)) + 1}
+    words = []
+    if name == "WhisperModel":
+        x["input_features"] = torch.randn(2, 8, 16)
+        ids = torch.ones(2, 5, dtype=torch.int64)
+        example = {"input_features": x["input_features"], "decoder_input_ids": ids}
+        save_file(example, tmp_path / "x")
+        words = [f"--inputs={tmp_path / 'x'}"]
+    if name == "BartModel":
+        x["decoder_input_ids"] = torch.tensor([[3, 4], [5, 6]])
+    convert.main([str(source), "--to=rms", f"--out={out}", *words])
+    if is_coupled:
+        after = hf.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    else:
+        after = hub.load(out, check=True)
+    close(run(after, x), run(before, x), 1e-5)
+
+
+def test_checks_are_saved(folder, tmp_path):
+    before = hub.load_pretrained(folder("OPTForCausalLM", **OPT))
+    after, certificate = fold(
+        before, analyze(before, hub.example_inputs(before, 0)), untie=True, check=True
+    )
+    hub.save(after, tmp_path / "out", certificate)
+    tokens = {"input_ids": torch.tensor([[3, 4]])}
+    for check, fails in ((None, True), (False, False)):
+        model = hub.load(tmp_path / "out", check=check)
+        model.model.decoder.embed_tokens.weight.data += 1
+        with pytest.raises(FoldError, match="not centred") if fails else nullcontext():
+            run(model, tokens)
+
+
+def test_experts_take_gains_over(folder, tmp_path):
+    """Of a mixture of experts, whose product of groups has no float64."""
+    source = folder("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2, **LLAMA)
+    convert.main([str(source), "--to=weightless", f"--out={tmp_path / 'out'}"])
+    before, after = (hf.MixtralForCausalLM.from_pretrained(at) for at in (source, tmp_path / "out"))
+    gains = [norm.weight for name, norm in after.named_modules() if name.endswith("norm")]
+    assert len(gains) == 3 and all((gain == 1).all() for gain in gains)
+    x = hub.example_inputs(before, seed=5)
+    close(run(after, x), run(before, x), 1e-5)
+
+
+# facebook/opt-350m has Post-LN, and gets refused
+OPT_350M = OPT | dict(do_layer_norm_before=False, word_embed_proj_dim=8)
+
+
+def test_the_documented_example_folds_and_another_layout_is_refused(folder, tmp_path):
+    """The example of the manual is an OPT of the layout of facebook/opt-125m."""
+    assert "facebook/opt-125m --to=rms" in convert.__doc__
+    convert.main([str(folder("OPTForCausalLM", **OPT)), "--to=rms", f"--out={tmp_path / 'out'}"])
+    with pytest.raises(FoldError, match="none of 2 LayerNorms"):
+        convert.main([str(folder("OPTForCausalLM", **OPT_350M)), "--to=rms"])
+
+
+def test_what_more_insert_would_fold_is_said(folder, capsys):
+    source = folder("BloomForCausalLM", hidden_size=16, n_layer=2, n_head=2, **WORDS)
+    convert.main([str(source), "--to=rms", "--json"])
+    printed = capsys.readouterr().out
+    folded = json.loads(printed.splitlines()[-1])["folded"]
+    convert.main([str(source), "--to=rms", "--insert", "--json"])
+    more = json.loads(capsys.readouterr().out.splitlines()[-1])["folded"]
+    assert folded < more and f"with --insert {more} fold" in printed
 
 
 def test_refusals(folder, tmp_path):
@@ -154,17 +328,6 @@ def test_inputs_of_a_file(folder, tmp_path, capsys):
     assert told["strict"] == 0 and told["rules"] == "paper"
 
 
-SEQ2SEQ = dict(
-    d_model=16,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_ffn_dim=24,
-    decoder_ffn_dim=24,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    decoder_start_token_id=2,
-    **WORDS,
-)
 KINDS = {
     "BartModel": dict(max_position_embeddings=20, **SEQ2SEQ),
     "CLIPModel": dict(

@@ -1,11 +1,13 @@
 """repro/gpu.sh on a GPU that is not there: each stage says what its program understands, and is
-done once.
+done once; the first quarter of an hour in order, with a stage that fails, one that hangs, SIGTERM.
 
     python -m pytest tests/repro/test_gpu.py
 """
 
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,6 @@ import bench_decode
 import distill
 from bench import fold, kernels, train
 from configurator import parse_args
-from repro import gpu_first
 from train import TrainConfig
 
 # Program -> its keys, and whether a model is named before them
@@ -27,16 +28,25 @@ PROGRAMS = {
     "bench.fold": (fold.FoldBenchConfig, True),
     "distill": (distill.DistillConfig, False),
 }
-# Stand for `python`, which notes its words and writes distill.py's log, and for nvidia-smi.
+# Stand for `python`, which notes its words and writes distill.py's log, and for nvidia-smi. What
+# the file `fails` names fails; what `hangs` names runs until it is interrupted, and keeps what it
+# has.
 PYTHON = """#!/bin/sh
 printf '%s\\n' "$@" ::: >>"$SCRATCH/words"
+is() { [ -f "$SCRATCH/$1" ] && expr "$*" : ".*$(cat "$SCRATCH/$1")" >/dev/null; }
 case $* in
   *get_device_name*) echo h100 ;;
-  *first-kernels-aten*) [ ! -f "$SCRATCH/full" ] || { echo the disk is full; exit 1; } ;;
   distill.py*) mkdir "$SCRATCH/distill"; echo '{}' >"$SCRATCH/distill/log.jsonl" ;;
 esac
+if is fails "$@"; then echo the disk is full; exit 1; fi
+if is hangs "$@"; then
+  trap 'echo kept what it has; exit 0' INT
+  touch "$SCRATCH/begun"
+  sleep 100 & wait
+fi
 """
 EIGHT = "#!/bin/sh\nseq 8\n"
+QUARTER = ["tests", "compile", "train", "decode", "kernels", "bytes", "llama", "profile"]
 
 
 @pytest.fixture
@@ -52,13 +62,22 @@ def campaign(tmp_path):
     places |= {"OUT": f"{tmp_path}/out", "SCRATCH": f"{tmp_path}/scratch", "SEEDS": "1"}
     places |= {"PYTHON": f"{tmp_path}/python", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
-    def run(*stages: str) -> tuple[int, str]:
-        command = ["bash", "repro/gpu.sh", *stages]
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | places, capture_output=True, text=True
+    def start(*stages: str, **more: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["bash", "repro/gpu.sh", *stages],
+            cwd=ROOT,
+            env=os.environ | places | more,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        return done.returncode, done.stdout + done.stderr
 
+    def run(*stages: str, **more: str) -> tuple[int, str]:
+        job = start(*stages, **more)
+        printed, _ = job.communicate(timeout=100)
+        return job.returncode, printed
+
+    run.start = start
     return run
 
 
@@ -71,11 +90,7 @@ def calls(folder: Path) -> list[list[str]]:
 def understood(words: list[str]) -> str:
     """The program whose own parser has accepted the words; "" for a test, a report or code."""
     if words[:2] == ["-m", "torch.distributed.run"]:
-        assert words[4:6] == ["-m", "repro.gpu_first"]
         words = words[4:]
-    if words[:2] == ["-m", "repro.gpu_first"]:
-        assert words[2].partition("=")[0] in gpu_first.__doc__ and words[3] in gpu_first.PROGRAMS
-        words = words[3:]
     elif words[:2] == ["-m", "pytest"]:
         files = [word for word in words if word.startswith("tests/")]
         assert files and all((ROOT / file).is_file() for file in files)
@@ -96,7 +111,7 @@ def test_every_stage_says_what_its_program_understands(campaign, tmp_path, monke
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     names = campaign()[1].split()
-    assert len(set(names)) == len(names) == 61 + 12 + 4  # with the first minutes, and eight GPUs
+    assert len(set(names)) == len(names) == 61 + len(QUARTER) + 1 + 2  # on several GPUs
     code, printed = campaign("*")
     assert code == 0, printed
     assert {path.stem for path in (tmp_path / "out/log").iterdir()} == set(names)
@@ -108,17 +123,78 @@ def test_every_stage_says_what_its_program_understands(campaign, tmp_path, monke
     assert len(calls(tmp_path)) == len(made) + 1  # which asks where it runs
 
 
-def test_torchs_own_norm_can_be_asked_for():
-    assert gpu_first.apply("aten") is not None  # an interface of torch's that is not public
+def test_the_quarter_runs_by_value(campaign, tmp_path, monkeypatch):
+    """All arms are compiled before the first is timed, with the same keys; each stage once."""
+    monkeypatch.chdir(ROOT)
+    code, printed = campaign("quarter")
+    assert code == 0, printed
+    assert [line.split(":")[0] for line in printed.splitlines()] == [
+        f"quarter-{name}" for name in QUARTER
+    ]
+    logs = sorted(path.name for path in (tmp_path / "out/log").iterdir())
+    assert logs == sorted(f"quarter-{name}.txt" for name in QUARTER)
+    place, tests, *made = calls(tmp_path)
+    assert "-c" in place and "pytest" in tests
+    compiled, timed = made[:8], made[8:]
+    for words in compiled:
+        assert "--rounds=0" in words and not any(word.startswith("--out") for word in words)
+    [train] = [words for words in timed if "--rounds=16" in words]
+    alike = {"--rounds=16", "--rounds=0"}
+    arms = set()
+    for words in compiled:
+        if "bench.train" in words:
+            arms |= {word for word in words if word.startswith("--arms=")}
+            shape = {word for word in words if not word.startswith("--arms=")} - alike
+            assert shape == {w for w in train if not w.startswith(("--arms=", "--out="))} - alike
+    [listed] = [word for word in train if word.startswith("--arms=")]
+    assert arms == {f"--arms={arm}" for arm in listed.removeprefix("--arms=").split("; ") if arm}
+    assert len(arms) == 6
+    code, printed = campaign("quarter")
+    assert code == 0 and printed.count("done before") == len(QUARTER)
 
 
-def test_a_stage_that_fails_is_named_and_runs_again(campaign, tmp_path):
-    (tmp_path / "scratch/full").touch()
-    code, printed = campaign("first")
-    assert code == 1 and "first-kernels-aten: failed\n    " in printed
-    assert "the disk is full" in printed
-    (tmp_path / "scratch/full").unlink()
-    code, printed = campaign("first")
-    assert code == 0 and printed.count("done before") == 15
+def test_a_stage_that_fails_is_named_and_leaves_its_output(campaign, tmp_path):
+    """In the folder that comes back. The others run; the same command runs it again."""
+    (tmp_path / "scratch/fails").write_text("--arms=A,B,C,D")
+    code, printed = campaign("quarter")
+    assert code == 1 and "quarter-decode: failed: " in printed and "\n    the disk is" in printed
+    log = tmp_path / "out/log"
+    assert "the disk is full" in (log / "quarter-decode.unfinished.txt").read_text()
+    assert len([*log.glob("*.txt")]) == len(QUARTER) and (log / "quarter-profile.txt").exists()
+    (tmp_path / "scratch/fails").unlink()
+    code, printed = campaign("quarter")
+    assert code == 0 and printed.count("done before") == len(QUARTER) - 1
+    assert not (log / "quarter-decode.unfinished.txt").exists()
     code, printed = campaign("train", "trian")
-    assert code == 2 and "trian" in printed and not (tmp_path / "out/log/train.txt").exists()
+    assert code == 2 and "trian" in printed and not (log / "train.txt").exists()
+
+
+def test_a_stage_that_is_late_is_cut_and_keeps_what_it_has(campaign, tmp_path):
+    """Here after 1 % of its time. The next stages run."""
+    (tmp_path / "scratch/hangs").write_text("--rounds=16")
+    code, printed = campaign("quarter-train", "quarter-decode", PACE="1")
+    log = tmp_path / "out/log"
+    assert code == 1 and "quarter-train: cut after 1 s" in printed
+    assert "kept what it has" in (log / "quarter-train.unfinished.txt").read_text()
+    assert (log / "quarter-decode.txt").exists() and not (log / "quarter-train.txt").exists()
+
+
+def test_what_there_is_no_time_for_is_named(campaign, tmp_path):
+    code, printed = campaign("quarter", MINUTES="0")
+    assert code == 1 and printed.count("no time is left") == len(QUARTER)
+    assert not [*(tmp_path / "out/log").iterdir()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_a_signal_ends_the_stage_that_runs(number, campaign, tmp_path):
+    """As Ctrl-C ends it, so that it keeps what it has; no later stage begins."""
+    (tmp_path / "scratch/hangs").write_text("--rounds=16")
+    job = campaign.start("quarter-train", "quarter-decode")
+    end = time.monotonic() + 60
+    while not (tmp_path / "scratch/begun").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    job.send_signal(number)
+    job.communicate(timeout=60)
+    assert job.returncode == 130
+    [log] = (tmp_path / "out/log").iterdir()
+    assert log.name == "quarter-train.unfinished.txt" and "kept what it has" in log.read_text()

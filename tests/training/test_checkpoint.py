@@ -14,6 +14,7 @@ import signal
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -344,7 +345,7 @@ def test_weights_that_became_infinite_are_not_saved(
 
 def test_a_config_without_norm_type_is_layer(tmp_path):
     """Checkpoints from before there were norm types: only the keys of the shape."""
-    shape = {"vocab_size": 40, "block_size": 12, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    shape: Any = {"vocab_size": 40, "block_size": 12, "n_layer": 2, "n_head": 2, "n_embd": 16}
     config = model_config(shape, tmp_path)
     assert config.norm_type == "layer" and config == GPTConfig(**shape)
 

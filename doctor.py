@@ -1,0 +1,166 @@
+"""Say what norms a model has, what each computes, and how.
+
+    python doctor.py Qwen/Qwen3-0.6B
+        a line for each kind of norm: formula, eps and its place, gain, order of rounding, readers
+    python doctor.py FOLDER --against=ours:FOLDER
+        the same weights in two forms: which norm differs first, and why
+    python doctor.py my_model.py:make
+        a model of your own: make() returns it and example inputs, a tuple or a dict
+    python doctor.py out/mine --norm_file=my_norm.py
+        a model whose norm is in a file
+
+The first argument is the model: a run folder, a checkpoint, `random:` and a published shape, a
+Hugging Face folder or hub name, as transformers computes it (ours:NAME is the same as our GPT
+computes it), or FILE.py:FUNCTION, which is run.
+
+Norms are found by what they do, not by their names, in modules and written out in a forward. What
+is said comes from calls of each: a formula is named only if it gives the norm's outputs at five
+sizes and with single channels scaled. What cannot be probed is "not known". docs/conventions.md
+explains the words, and lists what the models of transformers do.
+
+--against pairs the norms of two models by width and gain values, else by the order in which they
+run, and calls each pair on the same input, the one that the first model's norm received. It names
+the first that differs and why: offset (w or 1 + w), eps, its place, rounding, statistic, a missing
+norm, a permuted gain; or another input, where all norms before it agree. Where it can, it replaces
+that one thing and says whether the models agree then.
+
+With --json the last line of output is JSON.
+"""
+
+import json
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.environment import find_device
+from common.errors import ConfigError, failure_line, run_program
+from common.hub import model_folder
+from configurator import key, parse_args
+from fold import norms_of
+from fold.alignment import compare_found
+from fold.certificate import Inputs
+from fold.hub import RECIPE, example_inputs, load, load_pretrained, no_cache
+from load import load_model
+from model import GPT
+from norm_files import take_norm_file
+from training.checkpoint import BEST, LAST
+
+OURS = "ours:"
+TOKENS = 16  # of the example that a GPT is run on
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Keys of doctor.py."""
+
+    against: str = key("", "another model, of the same weights, to compare the norms with")
+    seed: int = key(0, "of the random example inputs", least=0, most=(1 << 32) - 1)
+    device: str = key(
+        "cpu", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
+    )
+    json: bool = key(False, "print the result as a line of JSON at the end")
+
+
+# ------------------------------------------------------------------------------------------- models
+
+
+def load_any(spec: str, seed: int) -> tuple[nn.Module, Inputs]:
+    """Load a model and draw example inputs for it, on the CPU; in eval mode."""
+    file, colon, function = spec.rpartition(":")
+    if colon and file.endswith(".py"):
+        return made_by(file, function)
+    if not spec.startswith(OURS) and is_of_transformers(spec):
+        has_recipe = (model_folder(spec) / RECIPE).exists()
+        model = (load if has_recipe else load_pretrained)(spec)
+        return model, example_inputs(model, seed)
+    model = load_model(spec.removeprefix(OURS))
+    return model, (random_tokens(model, seed),)
+
+
+def is_of_transformers(spec: str) -> bool:
+    """Is a model a Hugging Face folder or a hub name, and not a run's folder?"""
+    if spec.startswith("random:"):
+        return False
+    folder = model_folder(spec)
+    is_run = (folder / BEST).exists() or (folder / LAST).exists()
+    return (folder / "config.json").exists() and not is_run
+
+
+def random_tokens(model: GPT, seed: int) -> torch.Tensor:
+    """Draw token ids (2, T)."""
+    shape = (2, min(model.config.block_size, TOKENS))
+    return torch.randint(model.n_vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made_by(file: str, function: str) -> tuple[nn.Module, Inputs]:
+    """Run a Python file that the user names, and call a function of it for a model and inputs."""
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"{file}: no such file: check the path")
+    module_spec = spec_from_file_location(path.stem, path)
+    module = module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+        made = getattr(module, function)()
+    except Exception as error:  # the user's own code may raise anything
+        raise ConfigError(
+            f"{file}:{function} fails ({failure_line(error)}): it must return a model and example "
+            "inputs"
+        ) from None
+    is_pair = isinstance(made, tuple) and len(made) == 2
+    if not is_pair or not isinstance(made[0], nn.Module) or not isinstance(made[1], tuple | dict):
+        raise ConfigError(
+            f"{file}:{function} must return (model, inputs): an nn.Module, and a tuple of "
+            "positional or a dict of keyword arguments"
+        )
+    model, inputs = made
+    return model.eval(), inputs
+
+
+def on_device(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[nn.Module, Inputs]:
+    """Move a model and its inputs to a device."""
+
+    def moved(x: Any) -> Any:
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    return model.to(device), torch.utils._pytree.tree_map(moved, inputs)
+
+
+def same_inputs(inputs: Inputs, other: nn.Module, own: Inputs) -> Inputs:
+    """Return the inputs of one model as another takes them; its own, where that is not known."""
+    ids = inputs.get("input_ids") if isinstance(inputs, dict) else inputs[0]
+    if isinstance(other, GPT):
+        return (ids,) if ids is not None else own
+    if isinstance(own, dict) and "input_ids" in own:
+        return {**own, "input_ids": ids} | no_cache(other)
+    is_alike = type(own) is type(inputs) and len(own) == len(inputs)
+    return inputs if is_alike else own
+
+
+# ------------------------------------------------------------------------------------------ program
+
+
+def main(argv: list[str]) -> None:
+    config, spec = parse_args(DoctorConfig, take_norm_file(argv), __doc__, spec=True)
+    device = find_device(config.device)
+    model, inputs = on_device(*load_any(spec, config.seed), device)
+    found = norms_of(model, inputs)
+    print(found)
+    told = {"spec": spec, **found.record()}
+    if config.against:
+        other, others = on_device(*load_any(config.against, config.seed), device)
+        others = same_inputs(inputs, other, others)
+        theirs = norms_of(other, others)
+        comparison = compare_found(found, theirs, model, other, inputs, others)
+        print(f"\nagainst {config.against}:", theirs, "", comparison, sep="\n")
+        told |= {"against": config.against, **comparison.record()}
+    if config.json:
+        print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,127 @@
+"""Find out how a norm stores its gain: as w, as 1 + w, as w / sqrt(l), or not at all.
+
+The gain that the calls of a norm show is compared with its parameters, which have random values
+meanwhile. That also tells L2 from RMSNorm: the two differ by a factor sqrt(n) of the gain alone.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .formulas import Found, Layout, in_unit, units
+
+NO_GAIN = "none"
+MOST_DEPTH = 1000  # of a block, for w / sqrt(l)
+
+
+@dataclass(frozen=True)
+class GainForm:
+    """How a gain is stored.
+
+    Attributes:
+        text: "w", "1 + w", "w / sqrt(3)", "none", "fixed" or more.
+        name: of the parameter; "" for none.
+        offset, scale: the gain is offset + scale * parameter, if there is a parameter.
+    """
+
+    text: str
+    name: str = ""
+    offset: float = 0.0
+    scale: float = 1.0
+
+    def stored(self, gain: Tensor) -> Tensor:
+        """Return the parameter's values from the gain's."""
+        return (gain - self.offset) / self.scale
+
+
+def one_a_channel(layout: Layout, gain: Tensor, tolerance: float) -> Tensor:
+    """Return a gain (G, n) without the axes along which it does not change, flat."""
+    repeats, groups, count = layout.size
+    full = layout.tensor(gain.expand(repeats, groups, count).contiguous())
+    for axis, size in enumerate(full.shape):
+        first = full.narrow(axis, 0, 1)
+        if size > 1 and bool(((full - first).abs() <= tolerance * full.abs().max()).all()):
+            full = first
+    return full.flatten()
+
+
+def gain_form(found: Found, parameters: Mapping[str, Tensor]) -> tuple[Found, GainForm]:
+    """Find how the gain of a norm is stored.
+
+    Args:
+        found: of a norm whose formula is known.
+        parameters: name -> values with which it was called, random ones.
+
+    Returns:
+        The same function, as L2 or a sum where that is what its gain says; and the form.
+    """
+    tolerance = 10 * found.precision.tolerance
+    gain = one_a_channel(found.layout, found.gain, tolerance)
+    same = {
+        name: value.detach().double().flatten().to(gain.device)
+        for name, value in parameters.items()
+        if value.numel() == gain.numel()
+    }
+    ways = {"": 1.0, **units(found.formula)}
+    for unit in ways.values():
+        form = _plain_form(unit * gain, same, tolerance)
+        if form is not None:
+            return (in_unit(found, unit) if unit != 1 else found), form
+    for name, value in same.items() if gain.numel() > 2 else ():
+        offset, scale = _line(value, gain)
+        if bool(((offset + scale * value - gain).abs() <= tolerance * gain.abs().max()).all()):
+            return found, GainForm(_words(offset, scale, tolerance), name, offset, scale)
+    if bool(((gain - gain.mean()).abs() <= tolerance * gain.abs().max()).all()):
+        return found, GainForm(f"fixed {float(gain.mean()):.6g}")
+    return found, GainForm("fixed" if not parameters else "not known")
+
+
+def _plain_form(
+    gain: Tensor, parameters: Mapping[str, Tensor], tolerance: float
+) -> GainForm | None:
+    """Return the form of a gain that is w, 1 + w or 1; None for another one."""
+
+    def equal(value: Tensor | float) -> bool:
+        return bool(((gain - value).abs() <= tolerance * gain.abs().max()).all())
+
+    for name, value in parameters.items():
+        if equal(value):
+            return GainForm("w", name)
+        if equal(1 + value):
+            return GainForm("1 + w", name, offset=1.0)
+    return GainForm(NO_GAIN) if equal(1.0) else None
+
+
+def _line(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Fit y = offset + scale * x by least squares."""
+    centred = x - x.mean()
+    scale = float((centred * y).sum() / centred.square().sum())
+    return float(y.mean() - scale * x.mean()), scale
+
+
+def _words(offset: float, scale: float, tolerance: float) -> str:
+    """Write offset + scale * w."""
+    depth = round(1 / scale**2) if scale else 0
+    if abs(offset) <= tolerance:
+        if 1 < depth <= MOST_DEPTH and math.isclose(scale, depth**-0.5, rel_tol=1e-4):
+            return f"w / sqrt({depth})"
+        return f"{scale:.6g} w"
+    return f"{offset:.6g} + {scale:.6g} w"
+
+
+def is_all_one(gain: Tensor) -> bool:
+    """Tell whether all gains are 1: folded into what reads the norm, or never trained."""
+    return bool(torch.allclose(gain, torch.ones_like(gain), rtol=0, atol=1e-7))
+
+
+def random_values(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw values for a parameter, in its type; bfloat16 and float16 hold them exactly.
+
+    They have many sizes, so that 1 + w needs more digits than 16 bits have.
+    """
+    numbers = torch.randn(parameter.shape, generator=generator)
+    halvings = torch.randint(7, parameter.shape, generator=generator)
+    return (numbers * 0.5**halvings).bfloat16().to(parameter)

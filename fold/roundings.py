@@ -1,0 +1,188 @@
+"""Find out in which order a norm rounds in 16 bits, and how wide its statistic is.
+
+The bits of its output are compared with those of each order. Orders differ in a good part of the
+outputs; the same order in another way of summing in 1 of 1,000. So the order is known where one
+order alone gives all but SAME of the bits.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .formulas import CLAMP, INSIDE, OUTSIDE, Formula, Found, Function, numbers
+from .gain_forms import GainForm
+
+SAME = 0.01  # largest share of outputs that may differ by their last bit
+CALLS = 4
+BEFORE = "gain before the rounding"
+AFTER = "gain after the rounding"
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The order of rounding of a norm in one type.
+
+    Attributes:
+        statistic: "float32", or how much of it is in 16 bits; "not known".
+        gain: BEFORE or AFTER, "" where there is no gain; "not known".
+        offset: for 1 + w, the type of the sum.
+        result: type of the output, where it is another than the input's.
+    """
+
+    statistic: str
+    gain: str = ""
+    offset: str = ""
+    result: str = ""
+
+    def __str__(self) -> str:
+        if self.statistic == "not known":
+            return self.statistic
+        offset = f"1 + w in {self.offset}" if self.offset else ""
+        said = [f"statistic in {self.statistic}", self.gain, offset]
+        said.append(f"returns {self.result}" if self.result else "")
+        return ", ".join(filter(None, said))
+
+
+NOT_KNOWN = Rounding("not known", "not known")
+
+
+def find_rounding(
+    f: Function,
+    found: Found,
+    form: GainForm,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Rounding:
+    """Find the order of rounding of a norm.
+
+    Args:
+        f: the norm in `dtype`, with the gain and the bias of `found`; they are exact in `dtype`.
+        found: its formula.
+        form: how its gain is stored.
+        dtype: bfloat16 or float16.
+    """
+    if found.formula is None or found.formula.statistic != "rms":
+        return NOT_KNOWN
+    weight = None
+    if form.name:
+        weight = form.stored(found.gain).to(device, dtype)
+    elif form.text != "none":
+        return NOT_KNOWN
+    bias = None if found.bias is None else found.bias.to(device, dtype)
+    wrong: dict[Rounding, int] = defaultdict(int)
+    total = 0
+    result = ""
+    like = torch.empty(0, device=device)
+    for call in range(CALLS):
+        rows = numbers(found.layout.size, 30 + call, like, torch.float64).to(dtype)
+        output = f(found.layout.tensor(rows))
+        result = "" if output.dtype == dtype else str(output.dtype).removeprefix("torch.")
+        y = found.layout.rows(output).to(dtype)
+        total += y.numel()
+        best: dict[Rounding, int] = {}
+        for order, expected in orders(rows, weight, bias, found.formula, form):
+            off = int((expected != y).sum())
+            best[order] = min(off, best.get(order, off))
+        for order, off in best.items():
+            wrong[order] += off
+    ranked = sorted(wrong, key=wrong.__getitem__)
+    good = [order for order in ranked if wrong[order] <= SAME * total]
+    if not good:
+        return NOT_KNOWN
+    first = good[0]
+    # Two orders give these bits: what they do not share is not known.
+    same = [order for order in good if wrong[order] <= wrong[first] + SAME * total / 10]
+    parts = {
+        name: getattr(first, name)
+        if len({getattr(order, name) for order in same}) == 1
+        else "not known"
+        for name in ("statistic", "gain", "offset")
+    }
+    return Rounding(**parts, result=result)
+
+
+def orders(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    formula: Formula,
+    form: GainForm,
+) -> Iterator[tuple[Rounding, Tensor]]:
+    """Compute a norm in each order of rounding.
+
+    Args:
+        x: rows (R, G, n) in 16 bits.
+        weight, bias: (G, n) in 16 bits, or None.
+    """
+    dtype = x.dtype
+    gains: list[tuple[str, Tensor | None]] = [("", None)]
+    if weight is not None:
+        wide = form.offset + form.scale * weight.float()
+        narrow = form.offset + form.scale * weight
+        is_plain = form.offset == 0 and form.scale == 1
+        gains = [("", weight.float())]
+        if not is_plain:
+            gains = [("float32", wide), ("16 bits", narrow.float())]
+    for statistic, z in normalised(x, formula):
+        for offset, gain in gains:
+            for how, y in _with_gain(z, gain, bias, dtype):
+                yield Rounding(statistic, "" if gain is None else how, offset), y.to(dtype)
+
+
+def _with_gain(
+    z: Tensor, gain: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Apply a gain in float32 and a bias in 16 bits, before and after the rounding."""
+    for how, start in ((BEFORE, z.float()), (AFTER, z.to(dtype).float())):
+        y = start if gain is None else start * gain
+        if bias is None:
+            yield how, y
+        else:
+            yield how, y + bias.float()
+            yield how, y.to(dtype).float() + bias.float()
+
+
+def normalised(x: Tensor, formula: Formula) -> Iterator[tuple[str, Tensor]]:
+    """Normalise rows in 16 bits, with a statistic of each width; yields (width, rows)."""
+    wide = x.float()
+    centred = formula.centre(wide)
+    divisor = formula.divisor(centred)
+    yield "float32", centred / divisor
+    yield "float32", centred * (1 / divisor)
+    # torch's own kernels have the mean in float32, and x in 16 bits until it is multiplied.
+    yield "float32, factor in 16 bits", x_of(formula, x) * (1 / divisor).to(x.dtype)
+    narrow = x_of(formula, x)
+    counted = narrow[..., : formula.counted]
+    square = counted.square().mean(-1, keepdim=True)  # rounded twice
+    summed = counted.float().square().to(x.dtype).float().mean(-1, keepdim=True)
+    if formula.unit != 1:
+        square = square * formula.unit**2
+        summed = summed * formula.unit**2
+    yield "16 bits", narrow * _inverse(square, formula)
+    yield "16 bits", narrow / _root(square, formula)
+    yield "float32 of squares and mean in 16 bits", centred * _inverse(square.float(), formula)
+    yield "float32 of squares in 16 bits", centred * _inverse(summed, formula)
+
+
+def x_of(formula: Formula, x: Tensor) -> Tensor:
+    """Centre rows in their own type, if the norm centres."""
+    return x - x.mean(-1, keepdim=True) if formula.centred else x
+
+
+def _root(square: Tensor, formula: Formula) -> Tensor:
+    if formula.place == INSIDE:
+        return (square + formula.eps).sqrt()
+    if formula.place == OUTSIDE:
+        return square.sqrt() + formula.eps
+    if formula.place == CLAMP:
+        return square.sqrt().clamp_min(formula.eps)
+    return square.sqrt()
+
+
+def _inverse(square: Tensor, formula: Formula) -> Tensor:
+    if formula.place == INSIDE:
+        return torch.rsqrt(square + formula.eps)
+    return 1 / _root(square, formula)

@@ -1,0 +1,127 @@
+"""Print the table of docs/conventions.md: what norms the models of transformers have.
+
+    python -m repro.conventions
+
+Each family is made with a small random configuration; fold.norms_of says what its norms compute.
+"""
+
+import torch
+
+from common.hub import import_transformers
+from common.output import markdown
+from fold import norms_of
+from fold.norm_probes import NormRow, pattern
+
+hf = import_transformers()
+
+SMALL = dict(
+    vocab_size=67,
+    max_position_embeddings=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+HEAD = {**SMALL, "head_dim": 12}
+MOE = {**HEAD, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT2 = dict(vocab_size=67, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+T5 = dict(vocab_size=67, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+MIXTRAL = {**SMALL, "num_local_experts": 4}
+GPT_OSS = {**HEAD, "num_local_experts": 4, "layer_types": ["full_attention"] * 2}
+BERT = {**SMALL, "num_key_value_heads": None, "pad_token_id": 0}
+OPT = dict(vocab_size=67, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2)
+OPT |= dict(num_attention_heads=4, max_position_embeddings=64, pad_token_id=0)
+
+# name -> (config's class, keys); the models that our GPT loads come first
+FAMILIES = {
+    "GPT-2": ("GPT2Config", GPT2),
+    "Llama": ("LlamaConfig", SMALL),
+    "Qwen3": ("Qwen3Config", HEAD),
+    "OLMo 2": ("Olmo2Config", SMALL),
+    "OLMo 3": ("Olmo3Config", SMALL),
+    "Gemma 3": ("Gemma3TextConfig", HEAD),
+    "BERT": ("BertConfig", BERT),
+    "Cohere": ("CohereConfig", {**SMALL, "use_qk_norm": True}),
+    "EXAONE 4": ("Exaone4Config", {**SMALL, "sliding_window": None}),
+    "Gemma": ("GemmaConfig", HEAD),
+    "Gemma 2": ("Gemma2Config", HEAD),
+    "GLM-4": ("Glm4Config", HEAD),
+    "GPT-NeoX": ("GPTNeoXConfig", SMALL),
+    "gpt-oss": ("GptOssConfig", GPT_OSS),
+    "Granite": ("GraniteConfig", SMALL),
+    "Hunyuan": ("HunYuanDenseV1Config", HEAD),
+    "Mistral": ("MistralConfig", SMALL),
+    "Mixtral": ("MixtralConfig", MIXTRAL),
+    "Nemotron": ("NemotronConfig", SMALL),
+    "OLMo": ("OlmoConfig", SMALL),
+    "OPT": ("OPTConfig", OPT),
+    "Phi": ("PhiConfig", SMALL),
+    "Phi-3": ("Phi3Config", {**SMALL, "pad_token_id": 0}),
+    "Qwen2": ("Qwen2Config", SMALL),
+    "Qwen3 MoE": ("Qwen3MoeConfig", MOE),
+    "Qwen3-Next": ("Qwen3NextConfig", {**MOE, "shared_expert_intermediate_size": 24}),
+    "SmolLM 3": ("SmolLM3Config", SMALL),
+    "StableLM": ("StableLmConfig", {**SMALL, "qk_layernorm": True}),
+    "T5 (encoder and decoder)": ("T5Config", T5),
+}
+HEADER = (
+    *("family", "norms", "kind", "eps", "gain", "bias"),
+    *("in bfloat16: statistic", "rounded", "1 + w in"),
+)
+
+
+def rows_of(name: str) -> list[list[str]]:
+    """Return the table's rows of one family, a row for all norms that are alike."""
+    config_class, keys = FAMILIES[name]
+    torch.manual_seed(0)
+    model = hf.AutoModel.from_config(getattr(hf, config_class)(**keys)).eval()
+    ids = torch.randint(3, 67, (2, 16), generator=torch.Generator().manual_seed(0))
+    inputs = dict(input_ids=ids)
+    if "T5" in config_class:
+        inputs |= dict(decoder_input_ids=ids)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in norms_of(model, {**inputs, "use_cache": False}, graph=False).rows:
+        last = pattern(row.path).removesuffix(".*").rpartition(".")[2]
+        groups.setdefault(cells(row), []).append(last)
+    return [
+        [name, ", ".join(f"`{path}`" for path in dict.fromkeys(paths)), *said]
+        for said, paths in groups.items()
+    ]
+
+
+def cells(row: NormRow) -> tuple[str, ...]:
+    """Return what the table says of one norm."""
+    if not row.is_named:
+        return (f"{row.kind} {row.note}".strip(), *[""] * 6)
+    eps = "none" if row.eps is None else f"{row.eps:.4g} {row.place}"
+    rounding = row.norm.roundings[torch.bfloat16]
+    order = {"gain before the rounding": "after the gain", "gain after the rounding": "before it"}
+    return (
+        row.kind,
+        eps,
+        row.gain,
+        "yes" if row.bias else "no",
+        rounding.statistic,
+        order.get(rounding.gain, rounding.gain or "no gain"),
+        rounding.offset,
+    )
+
+
+def main() -> None:
+    hf.logging.set_verbosity_error()
+    rows = []
+    for name in FAMILIES:
+        try:
+            rows += rows_of(name)
+        except Exception as error:  # a configuration that this version does not take
+            rows.append([name, f"cannot be made: {str(error)[:60]}", *[""] * 7])
+    print(f"transformers {hf.__version__}, torch {torch.__version__}\n")
+    print(markdown([*HEADER], rows))
+
+
+if __name__ == "__main__":
+    main()

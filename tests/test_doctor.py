@@ -1,0 +1,169 @@
+"""doctor.py and fold.norms_of: what norms a model has.
+
+python -m pytest tests/test_doctor.py
+"""
+
+import pytest
+import torch
+from hand_written_norms import SHAPE, WRITTEN, Hand, Inline
+from hf_models import needs_transformers
+from norm_faults import FAULTS, Case
+from torch import nn
+
+import doctor
+from fold import norms_of
+
+
+class Beside(nn.Module):
+    """Modules side by side."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        return [part(x) for part in self.parts]
+
+
+def found_in(kind) -> dict:
+    """Name of a norm by hand -> the rows that are said of it."""
+    parts = [kind(one.function, name == "one gain of zero") for name, one in WRITTEN.items()]
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    found = norms_of(Beside(parts).eval(), (x,))
+    assert not found.unread
+    rows = {name: [] for name in WRITTEN}
+    for row in found.rows:
+        rows[[*WRITTEN][int(row.path.split(".")[1])]].append(row)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return found_in(Hand)
+
+
+@pytest.fixture(scope="module")
+def inline():
+    return found_in(Inline)
+
+
+def is_right(rows, kind, one) -> None:
+    """One row, of this kind, eps, place and gain; or none."""
+    if not kind:
+        assert not rows
+        return
+    (row,) = rows
+    assert row.kind == kind
+    if row.is_named:
+        assert (row.place, row.gain) == (one.place, one.gain)
+        assert row.eps == (one.eps if one.eps is None else pytest.approx(one.eps, rel=1e-6))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_module_by_hand(name, modules):
+    is_right(modules[name], WRITTEN[name].kind, WRITTEN[name])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_norm_in_a_forward(name, inline):
+    one = WRITTEN[name]
+    is_right(inline[name], one.kind if one.inline is None else one.inline, one)
+
+
+# ------------------------------------------------------------------------------ one against another
+
+# tests/norm_faults.py has five more architectures
+ARCHITECTURES = ("qwen3", "gemma3", "stablelm")
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """Name of an architecture -> the model and the other one, made once."""
+    made = {}
+
+    def case(name):
+        if name not in made:
+            made[name] = Case(name, tmp_path_factory.mktemp(name) / "model")
+        return made[name]
+
+    return case
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_pair_without_a_fault_differs_nowhere(name, cases):
+    assert not cases(name).plain.has_difference, str(cases(name).plain)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("name", "fault", "scope"),
+    [
+        *(("qwen3", fault, "one") for fault in FAULTS),
+        ("gemma3", "offset", "all"),
+        ("gemma3", "missing", "one"),
+        ("stablelm", "eps", "all"),
+    ],
+)
+def test_a_planted_fault_is_named_and_proved(name, fault, scope, cases):
+    is_named, said = cases(name).is_named(fault, scope)
+    assert is_named and "proved" in said, said
+
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class RMS(nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 8))
+        self.eps = eps
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def make(eps=1e-6, slope=1.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), RMS(eps), nn.GELU(), nn.Linear(8, 8), RMS(1e-6))
+    model[3].weight.data *= slope
+    return model, (torch.randn(2, 4, 8),)
+
+
+def other_eps():
+    return make(1e-5)
+
+
+def other_linear():
+    return make(slope=-2.0)
+
+
+def nothing():
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("against", "said"),
+    [
+        ("make", ("no norm differs",)),
+        ("other_eps", ("first: 1: eps (1e-06 here, 1e-05 there)", "proved")),
+        ("other_linear", ("first: 4: other input",)),
+    ],
+)
+def test_the_program_on_a_model_in_a_file(tmp_path, capsys, against, said):
+    file = tmp_path / "mine.py"
+    file.write_text(MODEL)
+    doctor.main([f"{file}:make", f"--against={file}:{against}", "--json"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("1: RMSNorm; over 8; eps 1e-06 inside the root; gain w in float32; no")
+    assert all(part in shown for part in said), shown
+
+
+def test_a_function_that_returns_no_model_is_named(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MODEL)
+    with pytest.raises(doctor.ConfigError, match="must return"):
+        doctor.main([f"{file}:nothing"])
