@@ -49,15 +49,17 @@ from decode.arms import is_plain_pre_norm, with_norms
 from decode.pack import LEVELS, pack
 from decode.step import Decoder
 from hf.config import SHAPES
-from kernels import binding
+from kernels import binding, rows
 from kernels.decode.overlap import overlapping
 from kernels.decode.triton_launches import FUSED
-from kernels.reference import GATED, KINDS, Inputs
+from kernels.operands import Inputs, Outputs, Settings
+from kernels.reference import GATED, KINDS
 from load import load_model
 from norm_types import SHARED
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ROWS = 65536
+PROGRAMS = 8 * 132  # of a backward kernel: eight for each multiprocessor of an H200
 # with bfloat16 that Triton compiles for; another one aborts in LLVM
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 COLUMNS = (
@@ -72,6 +74,7 @@ COLUMNS = (
     "spill",
     "FP64",
 )
+BACKWARD = ("backward_kernel", "dots_kernel", "sum_kernel")
 EARLY = ("vector_kernel", "attend_kernel")  # of decoding: these begin to load before they wait
 # compile-time arguments that tell launches of decoding apart
 NAMED_FACTS = ("N", "KIND", "OWN", "HEADS", "WINDOW", "PARTS", "Q_NORM")
@@ -103,7 +106,18 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Inputs]:
+class Case(NamedTuple):
+    """One use of an operator."""
+
+    inputs: Inputs
+    settings: Settings
+
+    def changed(self, **tensors: torch.Tensor | None) -> "Case":
+        """Return the same use with other inputs."""
+        return self._replace(inputs=self.inputs._replace(**tensors))
+
+
+def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Case]:
     """Return the inputs of every norm and activation at C channels, by name.
 
     Activations in `dtype` and float32 gains, as in training.
@@ -112,36 +126,38 @@ def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Input
     wide = meta(ROWS, 2 * channels, dtype=dtype)  # a gated MLP's two halves
     w = meta(channels)
     s = meta(ROWS, 1)  # a statistic of each row
-    activations = {kind: Inputs(x, given=s, b=w, kind=kind) for kind in KINDS}
+    found = {kind: Case(Inputs(x, given=s, b=w), Settings(kind)) for kind in KINDS}
     for kind in GATED:
-        activations[kind] = Inputs(wide, given=s, b=meta(2 * channels), kind=kind)
-    return activations | {
-        "rms_norm": Inputs(x, w=w, kind="rms"),
-        "add_rms_norm": Inputs(x, x, w=w, kind="rms"),
-        "add_normed": Inputs(x, x, w_out=w, eps_out=1e-5),
-        "norm_add_norm": Inputs(x, x, w=w, w_out=w, eps_out=1e-5, kind="rms"),
-        "layer_norm": Inputs(x, w=w, b=w, kind="layer"),
-        "shared_rms_scale": Inputs(x, given=s, w=w, kind="shared"),
-        "add_shared_rms_scale": Inputs(x, x, s, w, kind="shared"),
-        "taper_norm": Inputs(x, w=w, w_tilde=w, gate_c=meta(2), kind="taper"),
-    }
+        found[kind] = Case(Inputs(wide, given=s, b=meta(2 * channels)), Settings(kind))
+    rms = Settings("rms")
+    shared = Settings("shared")
+    found["rms_norm"] = Case(Inputs(x, w=w), rms)
+    found["add_rms_norm"] = Case(Inputs(x, x, w=w), rms)
+    found["add_normed"] = Case(Inputs(x, x, w_out=w), Settings(eps_out=1e-5))
+    found["norm_add_norm"] = Case(Inputs(x, x, w=w, w_out=w), Settings("rms", eps_out=1e-5))
+    found["layer_norm"] = Case(Inputs(x, w=w, b=w), Settings("layer"))
+    found["shared_rms_scale"] = Case(Inputs(x, given=s, w=w), shared)
+    found["add_shared_rms_scale"] = Case(Inputs(x, x, given=s, w=w), shared)
+    found["taper_norm"] = Case(Inputs(x, w=w, w_tilde=w, gate_c=meta(2)), Settings("taper"))
+    return found
 
 
-def both_passes(given: Inputs, statistic: bool = False, frozen: bool = False) -> None:
+def both_passes(case: Case, statistic: bool = False, frozen: bool = False) -> None:
     """Run an operator's forward and backward pass.
 
     Args:
-        given: its inputs.
+        case: its inputs and settings.
         statistic: has the statistic a gradient too?
         frozen: are gains and biases without one?
     """
-
-    leaves = given._asdict()
-    for name in ("x", "a") if frozen else ("x", "a", "w", "b", "w_out", "w_tilde"):
-        if leaves[name] is not None:
-            leaves[name] = leaves[name].detach().requires_grad_()
-    y, h, _, inv, _ = binding.Fused.apply(*leaves.values())
-    outputs = [y, h, inv if statistic else None]
+    inputs = case.inputs
+    names = ("x", "a") if frozen else ("x", "a", "w", "b", "w_out", "w_tilde")
+    for name in names:
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            inputs = inputs._replace(**{name: tensor.detach().requires_grad_()})
+    found = Outputs(*binding.Fused.apply(*inputs, case.settings))
+    outputs = [found.y, found.h, found.inv if statistic else None]
     outputs = [output for output in outputs if output is not None]
     torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
@@ -153,46 +169,47 @@ def operators(channels: int, all_variants: bool) -> Iterator[tuple[str, str, Cal
     gains.
     """
     common = cases(channels)
-    for name, given in common.items():
-        yield name, "", partial(both_passes, given)
+    for name, case in common.items():
+        yield name, "", partial(both_passes, case)
     if not all_variants:
         return
-    for name, given in cases(channels, torch.float32).items():
-        yield name, ", float32", partial(both_passes, given)
-    bias = {"b": meta(channels)}
-    no_gain = dict.fromkeys(("w", "b", "w_out", "w_tilde"))
+    for name, case in cases(channels, torch.float32).items():
+        yield name, ", float32", partial(both_passes, case)
+    rms_with_bias = common["rms_norm"].changed(b=meta(channels))
+    add_with_bias = common["add_rms_norm"].changed(b=meta(channels))
     # a bfloat16 product on a float32 stream (train.py's autocast)
-    autocast = {"x": meta(ROWS, channels)}
-    rare = (
-        ("rms_norm", ", bias", bias, {}),
-        ("rms_norm", ", ds", {}, {"statistic": True}),
-        ("add_rms_norm", ", bias, ds", bias, {"statistic": True}),
-        ("norm_add_norm", ", ds", {}, {"statistic": True}),
-        ("norm_add_norm", ", autocast", autocast, {}),
-        ("rms_norm", ", frozen", {}, {"frozen": True}),
-        ("shared_rms_scale", ", frozen", {}, {"frozen": True}),
-        *((name, ", no gain", no_gain, {}) for name in common if name not in KINDS),
-    )
-    for name, variant, changes, options in rare:
-        yield name, variant, partial(both_passes, common[name]._replace(**changes), **options)
+    autocast = common["norm_add_norm"].changed(x=meta(ROWS, channels))
+    yield "rms_norm", ", bias", partial(both_passes, rms_with_bias)
+    yield "rms_norm", ", ds", partial(both_passes, common["rms_norm"], statistic=True)
+    yield "add_rms_norm", ", bias, ds", partial(both_passes, add_with_bias, statistic=True)
+    yield "norm_add_norm", ", ds", partial(both_passes, common["norm_add_norm"], statistic=True)
+    yield "norm_add_norm", ", autocast", partial(both_passes, autocast)
+    for name in ("rms_norm", "shared_rms_scale"):
+        yield name, ", frozen", partial(both_passes, common[name], frozen=True)
+    for name, case in common.items():
+        if name not in KINDS:
+            bare = case.changed(w=None, b=None, w_out=None, w_tilde=None)
+            yield name, ", no gain", partial(both_passes, bare)
 
 
 class Launch(NamedTuple):
-    """A Triton kernel and what it would be started with."""
+    """A Triton kernel and what it would be started with, by name: arguments and options."""
 
     kernel: triton.JITFunction
-    arguments: tuple
-    keywords: dict
+    arguments: dict
 
 
 def launches(call: Callable) -> list[Launch]:
     """Return the launches that `call` would make. No kernel is started."""
     made: list[Launch] = []
 
-    def record(kernel, *arguments, grid, warmup, **keywords):
-        made.append(Launch(kernel, arguments, keywords))
+    def record(kernel, *arguments, grid, warmup, **named):
+        made.append(Launch(kernel, dict(zip(kernel.arg_names, arguments)) | named))
 
-    with mock.patch.object(triton.JITFunction, "run", record):
+    with (
+        mock.patch.object(triton.JITFunction, "run", record),
+        mock.patch.object(rows, "programs", lambda *_: PROGRAMS),
+    ):
         call()
     return made
 
@@ -206,7 +223,7 @@ def compiled(launch: Launch, sm: int) -> CompiledKernel:
     )
     active = property(lambda _: driver)
     with mock.patch.object(type(triton.runtime.driver), "active", active):
-        return launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.keywords)
+        return launch.kernel.warmup(grid=(1,), **launch.arguments)
 
 
 def instructions(cubin: bytes) -> bytes:
@@ -301,8 +318,7 @@ def training(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
     for channels in config.channels:
         for name, variant, call in operators(channels, channels == config.channels[0]):
             for launch in launches(call):
-                is_backward = launch.kernel.__name__ in ("backward_kernel", "dots_kernel")
-                suffix = "_backward" if is_backward else ""
+                suffix = "_backward" if launch.kernel.__name__ in BACKWARD else ""
                 yield {"operator": f"{name}{suffix}{variant}", "C": channels}, launch
 
 
@@ -328,8 +344,10 @@ def steps(name: str, batch: int) -> list[Launch]:
         packed.blocks[1].v_gain = packed.blocks[1].k_gain
         decoder = Decoder(packed, batch, length, ops=FUSED, graph=False)
         for launch in launches(decoder.step):
-            types = [getattr(value, "dtype", value) for value in launch.arguments]
-            found[str((launch.kernel, types, launch.keywords))] = launch
+            types = {
+                name: getattr(value, "dtype", value) for name, value in launch.arguments.items()
+            }
+            found[str((launch.kernel, types))] = launch
     return list(found.values())
 
 
@@ -346,16 +364,19 @@ def decoding(config: AotConfig, sm: int) -> Iterator[tuple[dict, Launch]]:
             with overlapping():
                 made += steps(name, batch)
         for launch in made:
-            kernel, arguments, words = launch
+            kernel, given = launch
+            # those of compile time, and other numbers
+            words = {
+                name: value for name, value in given.items() if not isinstance(value, torch.Tensor)
+            }
             facts = [f"{key}={words[key]}" for key in NAMED_FACTS if words.get(key)]
-            given = dict(zip(kernel.arg_names, arguments))
             facts += [name for name in GIVEN if given.get(name) is not None]
             row = {
                 "operator": f"{name}, batch {batch}, {' '.join(facts)}",
                 "C": next(words[key] for key in ("K", "D", "PARTS", "F", "C") if key in words),
                 "PDL": words.get("PDL"),
                 # attention that makes its query, key and value
-                "joint": kernel.__name__ == "attend_kernel" and arguments[0] is None,
+                "joint": kernel.__name__ == "attend_kernel" and given["Q"] is None,
             }
             if kernel.__name__ == "vector_kernel":
                 # How often a thread loads for the weights of a first tile: of 16 bits, in loads of

@@ -2,6 +2,7 @@
 people's kernels.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -24,30 +25,98 @@ class Operator:
     """One operator of kernels/. `inputs` has a letter for each: see make_inputs."""
 
     inputs: str
-    ours: Callable[[str], Function]  # mode -> function
+    kernel: Function  # *inputs, mode -> output, or several
     plain: Function  # what one writes in PyTorch without this repository
     streams: tuple[int, int]  # (rows, C) tensors that forward and backward cannot but read or write
     statistics: int = 1  # float32 numbers a row that go with them
 
+    def ours(self, mode: str) -> Function:
+        """Return the operator of kernels/ in this mode, as a function of the inputs."""
 
+        def call(*inputs: Tensor) -> Any:
+            return self.kernel(*inputs, mode)
+
+        return call
+
+
+# ----------------------------------------------------------------------------------- ours and plain
 # Gains are float32, as in training. PyTorch's own norms are fused for gains of the stream's type
 # only: they get a cast.
+
+
+def rms(x: Tensor, w: Tensor, mode: str) -> Tensor:
+    y, _ = kernels.rms_norm(x, w, EPS, mode=mode)
+    return y
 
 
 def plain_rms(x: Tensor, w: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], w.to(x.dtype), EPS)
 
 
+def layer(x: Tensor, w: Tensor, b: Tensor, mode: str) -> Tensor:
+    y, _, _ = kernels.layer_norm(x, w, b, EPS, mode)
+    return y
+
+
 def plain_layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], w.to(x.dtype), b.to(x.dtype), EPS)
+
+
+def add_rms(x: Tensor, a: Tensor, w: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    y, h, _ = kernels.add_rms_norm(x, a, w, EPS, mode=mode)
+    return y, h
+
+
+def plain_add_rms(x: Tensor, a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + a
+    return plain_rms(h, w), h
+
+
+def add_normed(x: Tensor, a: Tensor, w: Tensor, mode: str) -> Tensor:
+    return kernels.add_normed(x, a, w, EPS, mode)
+
+
+def plain_add_normed(x: Tensor, a: Tensor, w: Tensor) -> Tensor:
+    return x + plain_rms(a, w)
+
+
+def norm_add_norm(x: Tensor, a: Tensor, w: Tensor, u: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    y, h, _ = kernels.norm_add_norm(x, a, w, u, EPS, EPS, mode)
+    return y, h
+
+
+def plain_norm_add_norm(x: Tensor, a: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + plain_rms(a, w)
+    return plain_rms(h, u), h
+
+
+def scale(h: Tensor, s: Tensor, w: Tensor, mode: str) -> Tensor:
+    return kernels.shared_rms_scale(h, s, w, mode)
 
 
 def plain_scale(h: Tensor, s: Tensor, w: Tensor) -> Tensor:
     return (h.float() * s * w).to(h.dtype)
 
 
-def plain_taper(h: Tensor, w: Tensor, u: Tensor, g: Tensor) -> Tensor:
-    return g[0] * plain_rms(h, w) + (1 - g[0]) * g[1] * u.to(h.dtype) * h
+def add_scale(x: Tensor, a: Tensor, s: Tensor, w: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    return kernels.add_shared_rms_scale(x, a, s, w, mode)
+
+
+def plain_add_scale(x: Tensor, a: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + a
+    return plain_scale(h, s, w), h
+
+
+def scaled_gelu(x: Tensor, s: Tensor, mode: str) -> Tensor:
+    return kernels.scaled_activation(x, s, None, "gelu", mode)
+
+
+def plain_scaled_gelu(x: Tensor, s: Tensor) -> Tensor:
+    return F.gelu((x.float() * s).to(x.dtype))
+
+
+def scaled_swiglu(z: Tensor, s: Tensor, mode: str) -> Tensor:
+    return kernels.scaled_activation(z, s, None, "swiglu", mode)
 
 
 def plain_swiglu(z: Tensor) -> Tensor:
@@ -55,94 +124,84 @@ def plain_swiglu(z: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def plain_add_rms(x: Tensor, a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return plain_rms(h := x + a, w), h
+def plain_scaled_swiglu(z: Tensor, s: Tensor) -> Tensor:
+    return plain_swiglu((z.float() * s).to(z.dtype))
 
 
-def plain_add_normed(x: Tensor, a: Tensor, w: Tensor) -> Tensor:
-    return x + plain_rms(a, w)
+def taper(x: Tensor, w: Tensor, u: Tensor, g: Tensor, mode: str) -> Tensor:
+    y, _ = kernels.taper_norm(x, w, u, g, EPS, mode)
+    return y
 
 
-def plain_norm_add_norm(x: Tensor, a: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    return plain_rms(h := x + plain_rms(a, w), u), h
-
-
-def plain_add_scale(x: Tensor, a: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return plain_scale(h := x + a, s, w), h
+def plain_taper(h: Tensor, w: Tensor, u: Tensor, g: Tensor) -> Tensor:
+    return g[0] * plain_rms(h, w) + (1 - g[0]) * g[1] * u.to(h.dtype) * h
 
 
 OPERATORS = {
-    "rms_norm": Operator(
-        "xw",
-        lambda mode: lambda x, w: kernels.rms_norm(x, w, EPS, mode=mode)[0],
-        plain_rms,
-        (2, 3),
-    ),
-    "layer_norm": Operator(
-        "xwb",
-        lambda mode: lambda x, w, b: kernels.layer_norm(x, w, b, EPS, mode)[0],
-        plain_layer,
-        (2, 3),
-        2,
-    ),
-    "add_rms_norm": Operator(
-        "xaw",
-        lambda mode: lambda x, a, w: kernels.add_rms_norm(x, a, w, EPS, mode=mode)[:2],
-        plain_add_rms,
-        (4, 4),
-    ),
+    "rms_norm": Operator("xw", rms, plain_rms, streams=(2, 3)),
+    "layer_norm": Operator("xwb", layer, plain_layer, streams=(2, 3), statistics=2),
+    "add_rms_norm": Operator("xaw", add_rms, plain_add_rms, streams=(4, 4)),
     # Backward without an input norm: the gradient of x is that of h, which is not copied.
-    "add_normed": Operator(
-        "xaw",
-        lambda mode: lambda x, a, w: kernels.add_normed(x, a, w, EPS, mode),
-        plain_add_normed,
-        (3, 3),
-    ),
+    "add_normed": Operator("xaw", add_normed, plain_add_normed, streams=(3, 3)),
     "norm_add_norm": Operator(
-        "xawu",
-        lambda mode: lambda x, a, w, u: kernels.norm_add_norm(x, a, w, u, EPS, EPS, mode)[:2],
-        plain_norm_add_norm,
-        (4, 6),
-        2,
+        "xawu", norm_add_norm, plain_norm_add_norm, streams=(4, 6), statistics=2
     ),
-    "shared_rms_scale": Operator(
-        "xsw",
-        lambda mode: lambda x, s, w: kernels.shared_rms_scale(x, s, w, mode),
-        plain_scale,
-        (2, 3),
-    ),
-    "add_shared_rms_scale": Operator(
-        "xasw",
-        lambda mode: lambda x, a, s, w: kernels.add_shared_rms_scale(x, a, s, w, mode),
-        plain_add_scale,
-        (4, 4),
-    ),
-    "scaled_gelu": Operator(
-        "xs",
-        lambda mode: lambda x, s: kernels.scaled_activation(x, s, None, "gelu", mode),
-        lambda x, s: F.gelu((x.float() * s).to(x.dtype)),
-        (2, 3),
-    ),
-    "scaled_swiglu": Operator(
-        "zs",
-        lambda mode: lambda z, s: kernels.scaled_activation(z, s, None, "swiglu", mode),
-        lambda z, s: plain_swiglu((z.float() * s).to(z.dtype)),
-        (3, 5),
-    ),
-    "taper_norm": Operator(
-        "xwug",
-        lambda mode: lambda x, w, u, g: kernels.taper_norm(x, w, u, g, EPS, mode)[0],
-        plain_taper,
-        (2, 3),
-    ),
+    "shared_rms_scale": Operator("xsw", scale, plain_scale, streams=(2, 3)),
+    "add_shared_rms_scale": Operator("xasw", add_scale, plain_add_scale, streams=(4, 4)),
+    "scaled_gelu": Operator("xs", scaled_gelu, plain_scaled_gelu, streams=(2, 3)),
+    "scaled_swiglu": Operator("zs", scaled_swiglu, plain_scaled_swiglu, streams=(3, 5)),
+    "taper_norm": Operator("xwug", taper, plain_taper, streams=(2, 3)),
 }
+
 
 # The activations without their scale, by PyTorch's own functions: no rivals, they compute less.
 UNSCALED = "torch, unscaled"
-UNSCALED_ACTIVATIONS = {
-    "scaled_gelu": lambda x, s: F.gelu(x),
-    "scaled_swiglu": lambda z, s: plain_swiglu(z),
-}
+
+
+def unscaled_gelu(x: Tensor, s: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+def unscaled_swiglu(z: Tensor, s: Tensor) -> Tensor:
+    return plain_swiglu(z)
+
+
+UNSCALED_ACTIVATIONS = {"scaled_gelu": unscaled_gelu, "scaled_swiglu": unscaled_swiglu}
+
+# ------------------------------------------------------------------------------- other libraries
+# In-place variants, which overwrite the gradient that comes in, are off: they are no drop-in.
+
+
+def liger_rms(lib: Any, x: Tensor, w: Tensor) -> Tensor:
+    return lib.liger_rms_norm(x, w, EPS, in_place=False)
+
+
+def liger_layer(lib: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return lib.liger_layer_norm(x, w, b, EPS)
+
+
+def liger_add_rms(lib: Any, x: Tensor, a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return lib.liger_fused_add_rms_norm(x, a, w, EPS, in_place=False)
+
+
+def quack_rms(lib: Any, x: Tensor, w: Tensor) -> Tensor:
+    return lib.rmsnorm(x, w, eps=EPS)
+
+
+def quack_add_rms(lib: Any, x: Tensor, a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return lib.rmsnorm(x, w, residual=a, eps=EPS, prenorm=True)
+
+
+def flash_attn_rms(lib: Any, x: Tensor, w: Tensor) -> Tensor:
+    return lib.rms_norm_fn(x, w, None, eps=EPS)
+
+
+def flash_attn_layer(lib: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return lib.layer_norm_fn(x, w, b, eps=EPS)
+
+
+def flash_attn_add_rms(lib: Any, x: Tensor, a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return lib.rms_norm_fn(x, w, None, residual=a, eps=EPS, prenorm=True)
 
 
 def with_gains(module: type[torch.nn.Module], x: Tensor, **gains: Tensor) -> Tensor:
@@ -151,46 +210,39 @@ def with_gains(module: type[torch.nn.Module], x: Tensor, **gains: Tensor) -> Ten
     return torch.func.functional_call(norm, gains, (x,))
 
 
-# Other libraries: module to import, and how each of our operators is called there. In-place
-# variants, which overwrite the gradient that comes in, are off: they are no drop-in.
-PEERS: dict[str, tuple[str, dict[str, Callable[[Any], Function]]]] = {
-    "Liger": (
+def transformer_engine_rms(lib: Any, x: Tensor, w: Tensor) -> Tensor:
+    return with_gains(lib.RMSNorm, x, weight=w)
+
+
+def transformer_engine_layer(lib: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return with_gains(lib.LayerNorm, x, weight=w, bias=b)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another library: the module to import, and who calls what it has of our operators."""
+
+    module: str
+    calls: dict[str, Function]  # name of an operator -> module, *inputs -> output, or several
+
+
+PEERS = {
+    "Liger": Peer(
         "liger_kernel.transformers.functional",
-        {
-            "rms_norm": lambda lib: lambda x, w: lib.liger_rms_norm(x, w, EPS, in_place=False),
-            "layer_norm": lambda lib: lambda x, w, b: lib.liger_layer_norm(x, w, b, EPS),
-            "add_rms_norm": lambda lib: (
-                lambda x, a, w: lib.liger_fused_add_rms_norm(x, a, w, EPS, in_place=False)
-            ),
-        },
+        {"rms_norm": liger_rms, "layer_norm": liger_layer, "add_rms_norm": liger_add_rms},
     ),
-    "quack": (
-        "quack",
-        {
-            "rms_norm": lambda lib: lambda x, w: lib.rmsnorm(x, w, eps=EPS),
-            "add_rms_norm": lambda lib: (
-                lambda x, a, w: lib.rmsnorm(x, w, residual=a, eps=EPS, prenorm=True)
-            ),
-        },
-    ),
-    "flash-attn": (
+    "quack": Peer("quack", {"rms_norm": quack_rms, "add_rms_norm": quack_add_rms}),
+    "flash-attn": Peer(
         "flash_attn.ops.triton.layer_norm",
         {
-            "rms_norm": lambda lib: lambda x, w: lib.rms_norm_fn(x, w, None, eps=EPS),
-            "layer_norm": lambda lib: lambda x, w, b: lib.layer_norm_fn(x, w, b, eps=EPS),
-            "add_rms_norm": lambda lib: (
-                lambda x, a, w: lib.rms_norm_fn(x, w, None, residual=a, eps=EPS, prenorm=True)
-            ),
+            "rms_norm": flash_attn_rms,
+            "layer_norm": flash_attn_layer,
+            "add_rms_norm": flash_attn_add_rms,
         },
     ),
-    "TransformerEngine": (
+    "TransformerEngine": Peer(
         "transformer_engine.pytorch",
-        {
-            "rms_norm": lambda lib: lambda x, w: with_gains(lib.RMSNorm, x, weight=w),
-            "layer_norm": lambda lib: (
-                lambda x, w, b: with_gains(lib.LayerNorm, x, weight=w, bias=b)
-            ),
-        },
+        {"rms_norm": transformer_engine_rms, "layer_norm": transformer_engine_layer},
     ),
 }
 
@@ -230,7 +282,7 @@ def arms_of(
     operator = OPERATORS[name]
     on_gpu = device.type == "cuda"
     wanted = {*(only or ARMS)}
-    missing = []
+    missing: list[str] = []
     arms = {"triton": operator.ours("triton")} if on_gpu else {}
     if not on_gpu or "reference" in wanted:
         arms["reference"] = operator.ours("torch")
@@ -238,14 +290,20 @@ def arms_of(
         arms["torch"] = operator.plain
         if name in UNSCALED_ACTIVATIONS:
             arms[UNSCALED] = UNSCALED_ACTIVATIONS[name]
-    if on_gpu and "compiled" in wanted:
+    if not on_gpu:
+        return arms, missing
+    if "compiled" in wanted:
         arms["compiled"] = torch.compile(operator.ours("torch"), dynamic=False)
-    for peer, (module, calls) in PEERS.items() if on_gpu else ():
-        if name in calls and peer in wanted:
-            try:
-                arms[peer] = calls[name](importlib.import_module(module))
-            except Exception as error:  # not installed, or not for this GPU or torch
-                missing.append(f"{peer}: {failure_line(error)}")
+    for peer_name, peer in PEERS.items():
+        if name not in peer.calls or peer_name not in wanted:
+            continue
+        module = peer.module
+        try:
+            library = importlib.import_module(module)
+        except Exception as error:  # not installed, or not for this GPU or torch
+            missing.append(f"{peer_name}: {failure_line(error)}")
+        else:
+            arms[peer_name] = functools.partial(peer.calls[name], library)
     return arms, missing
 
 

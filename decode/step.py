@@ -58,7 +58,7 @@ from decode.pack import Entry, Exit, PackedBlock, PackedGPT
 from decode.timing import captured
 from kernels import binding
 from kernels.decode import reference as decode_reference
-from kernels.decode.reference import Cache
+from kernels.decode.reference import Cache, RawHeads, Reach
 from model import GPTConfig
 
 Ops = ModuleType | SimpleNamespace  # the launch functions
@@ -200,20 +200,31 @@ def attention(
 
     A long cache is attended to in parts, and one launch more combines them.
     """
-    made = (qkv.z, qkv.inv_rms, qkv.bias, *(block.rope or (None, None)))
-    made += (block.q_gain, block.k_gain, block.v_gain, config.norm_eps, *cache, pos)
-    batch, _, length, _ = cache[0].shape
+    cos, sin = block.rope or (None, None)
+    raw = RawHeads(
+        z=qkv.z,
+        inv_rms=qkv.inv_rms,
+        bias=qkv.bias,
+        cos=cos,
+        sin=sin,
+        q_gain=block.q_gain,
+        k_gain=block.k_gain,
+        v_gain=block.v_gain,
+        eps=config.norm_eps,
+    )
+    k_cache, v_cache = cache
+    batch, _, length, _ = k_cache.shape
     # Known before the launch, from shapes alone, so a captured graph holds for every position.
     parts = 1
     if qkv.z.shape[1] == 1:  # a prompt has programs enough
         seen = min(length, block.window or length)
         parts = decode_reference.attention_parts(batch, config.n_head, seen)
-    reach = (parts, config.attn_scale, block.window)
+    reach = Reach(parts, config.attn_scale, block.window)
     if joins_heads:
-        found = ops.heads_attend(*made, *reach)
+        found = ops.heads_attend(raw, k_cache, v_cache, pos, reach)
     else:
-        q = ops.heads(*made)  # (B, H, T, D)
-        found = ops.attend(q, *cache, pos, *reach)
+        q = ops.heads(*raw, k_cache, v_cache, pos)  # (B, H, T, D)
+        found = ops.attend(q, k_cache, v_cache, pos, *reach)
     return found[0] if parts == 1 else ops.combine(*found, qkv.z.dtype)
 
 

@@ -1,9 +1,10 @@
 """Norms and activations of a GPT as fused kernels, forward and backward, and their dispatch.
 
-A call goes from a norm to its Triton kernel in three steps: a function of this file names the
-arguments and chooses the implementation; binding.py gives it a gradient; row_norm.py starts the
-kernel (through rows.launch).
+A call goes from a norm to its Triton kernel in five steps: a function of this file names the
+operands; `apply` chooses the implementation; binding.Fused gives it a gradient; `forward` of
+row_norm.py or activation.py names the kernel's arguments; rows.launch starts it.
 
+    operands.py    what operators take, keep and return, by name
     reference.py   what each function computes, in plain PyTorch; it runs in float64, on CPUs, under
                    torch.compile and torch.func, and has the second derivatives
     row_norm.py    Triton: all norms, with residual add, output norm, shared statistic and taper
@@ -27,13 +28,13 @@ blending itself of a taper over LayerNorm or with a bias.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .reference import KINDS, Inputs, Outputs
+from .operands import Inputs, Outputs, Settings
+from .reference import KINDS
 
 if __package__ == "kernels":  # a clone
     from common.errors import UserError
@@ -50,23 +51,35 @@ except ModuleNotFoundError as error:  # Triton has no wheels for macOS and Windo
 MODES = ("auto", "torch", "triton")
 
 
-def implementation(given: Inputs, mode: str = "auto") -> Callable[..., tuple]:
-    """Return what computes Outputs of these Inputs: a Triton kernel with its gradient, or `plain`.
+def apply(inputs: Inputs, settings: Settings, mode: str) -> Outputs:
+    """Compute an operator: by its Triton kernel, which has a gradient, or in plain PyTorch.
 
     Raises:
         UserError: the inputs do not fit, or `mode` asks for Triton where it cannot run.
     """
-    check(given)
-    x = given.x
-    # The kernels compute in float32, which would not be enough here.
+    check(inputs, settings)
+    if not takes_kernel(inputs.x, mode):
+        return plain(inputs, settings)
+    if torch.compiler.is_compiling():
+        return binding.compiled(inputs, settings)
+    return Outputs(*binding.Fused.apply(*inputs, settings))
+
+
+def takes_kernel(x: Tensor, mode: str) -> bool:
+    """Decide whether a Triton kernel runs on x, and not plain PyTorch.
+
+    Raises:
+        UserError: `mode` asks for Triton where it cannot run.
+    """
+    # The kernels compute in float32, which would not be enough for float64.
     if mode == "torch" or x.dtype == torch.float64:
-        return plain
+        return False
     is_compiling = torch.compiler.is_compiling()
     if mode == "auto":
         # Inductor fuses the plain formula with its neighbours, and cannot look into an operator.
         # Whether it is then faster under torch.compile has not been measured yet.
         if binding is None or is_compiling or not x.is_cuda:
-            return plain
+            return False
     elif binding is None:
         raise UserError(
             "kernels=triton, but Triton is not installed: pip install triton, or kernels=auto"
@@ -76,39 +89,44 @@ def implementation(given: Inputs, mode: str = "auto") -> Callable[..., tuple]:
             f"kernels=triton on {x.device.type}: Triton needs a GPU (or TRITON_INTERPRET=1); "
             "kernels=auto"
         )
-    if is_compiling:
-        return binding.compiled
-    if torch._C._are_functorch_transforms_active():  # torch.func.grad, vmap: of plain PyTorch
-        return plain
-    return binding.Fused.apply
+    # torch.func.grad and vmap are those of plain PyTorch.
+    return is_compiling or not torch._C._are_functorch_transforms_active()
 
 
-def check(given: Inputs) -> None:
+def check(inputs: Inputs, settings: Settings) -> None:
     """Check arguments: a kernel would read beyond the end of anything that is smaller.
 
     Raises:
         UserError: a shape or the groups do not fit.
     """
-    x = given.x
-    channels = x.shape[-1:]
-    row = (*x.shape[:-1], 1)  # of a statistic
-    shapes = (x.shape, x.shape, row, *[channels] * 4, (2,))
-    for name, tensor, shape in zip(Inputs._fields, given, shapes):
+    x = inputs.x
+    vector = x.shape[-1:]
+    shapes = Inputs(
+        x=x.shape,
+        a=x.shape,
+        given=(*x.shape[:-1], 1),
+        w=vector,
+        b=vector,
+        w_out=vector,
+        w_tilde=vector,
+        gate_c=(2,),
+    )
+    for name, tensor, shape in zip(Inputs._fields, inputs, shapes):
         if tensor is not None and tensor.shape != shape:
             raise UserError(
                 f"{name} of shape {tuple(tensor.shape)} beside x of {tuple(x.shape)}: "
                 f"give it in {tuple(shape)}"
             )
-    if given.groups < 1 or channels[0] % given.groups:
+    (channels,) = vector
+    groups, counted = settings.groups, settings.counted
+    if groups < 1 or channels % groups:
+        raise UserError(f"groups={groups} for {channels} channels: give a number that divides them")
+    if settings.kind in reference.GATED and channels % 2:
+        raise UserError(f"{settings.kind} of {channels} channels: gate and up are equally many")
+    in_group = channels // groups  # C / G
+    if counted is not None and not 1 <= counted <= in_group:
         raise UserError(
-            f"groups={given.groups} for {channels[0]} channels: give a number that divides them"
-        )
-    if given.kind in reference.GATED and channels[0] % 2:
-        raise UserError(f"{given.kind} of {channels[0]} channels: gate and up are equally many")
-    in_group = channels[0] // given.groups  # C / G
-    if given.counted is not None and not 1 <= given.counted <= in_group:
-        raise UserError(
-            f"counted={given.counted} for groups of {in_group} channels: "
+            f"counted={counted} for groups of {in_group} channels: "
             f"give a number from 1 to {in_group}, or None for all"
         )
 
@@ -155,33 +173,27 @@ def add_then(
     return y, h, statistic
 
 
-def plain(*arguments) -> Outputs:
-    """Compute Outputs of Inputs in plain PyTorch."""
-    given = Inputs(*arguments)
-    x, a = given.x, given.a
+def plain(inputs: Inputs, settings: Settings) -> Outputs:
+    """Compute an operator in plain PyTorch."""
+    x, a = inputs.x, inputs.a
     if a is None:
-        return reference.normalize(x, given)
-    if given.eps_out is None:
+        return reference.normalize(x, inputs, settings)
+    if settings.eps_out is None:
 
         def normalize(h: Tensor, statistic: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            found = reference.normalize(h, given._replace(given=statistic))
+            found = reference.normalize(h, inputs._replace(given=statistic), settings)
             return found.y, found.inv
 
-        y, h, inv = add_then(normalize, x, a, given.given)
+        y, h, inv = add_then(normalize, x, a, inputs.given)
         return Outputs(y, h, inv=inv)
     # No adds_in_rows: the gradient of a comes from a reduction over each row, so inductor makes the
     # same kernels of (B, T, C) and of (B T, C).
+    eps = settings.eps if settings.kind else None
     h, inv_out, *normed = reference.AddNormed.apply(
-        x, a, given.w_out, given.w, given.eps_out, given.eps if given.kind else None
+        x, a, inputs.w_out, inputs.w, settings.eps_out, eps
     )
     y, inv = normed or (None, None)
-    return Outputs(y, h, None, inv, inv_out)
-
-
-def run(mode: str, *tensors: Tensor | None, **others: Any) -> tuple:
-    """Compute Outputs of Inputs(*tensors, **others)."""
-    given = Inputs(*tensors, **others)
-    return implementation(given, mode)(*given)
+    return Outputs(y, h, inv=inv, inv_out=inv_out)
 
 
 def rms_norm(
@@ -209,10 +221,9 @@ def rms_norm(
     Returns:
         y (..., C) in the type of x; inv_rms (..., groups) in float32, float64 for float64.
     """
-    y, _, _, inv_rms, _ = run(
-        mode, x, w=w, b=b, eps=eps, groups=groups, counted=counted, kind="rms"
-    )
-    return y, inv_rms
+    settings = Settings("rms", eps, groups=groups, counted=counted)
+    found = apply(Inputs(x, w=w, b=b), settings, mode)
+    return found.y, found.inv
 
 
 def add_rms_norm(
@@ -229,10 +240,9 @@ def add_rms_norm(
 
     a is (..., C) like x, in any dtype; the rest as in rms_norm.
     """
-    y, h, _, inv_rms, _ = run(
-        mode, x, a, w=w, b=b, eps=eps, groups=groups, counted=counted, kind="rms"
-    )
-    return y, h, inv_rms
+    settings = Settings("rms", eps, groups=groups, counted=counted)
+    found = apply(Inputs(x, a, w=w, b=b), settings, mode)
+    return found.y, found.h, found.inv
 
 
 def norm_add_norm(
@@ -261,8 +271,8 @@ def norm_add_norm(
     Returns:
         y and h (..., C) in the type of x; inv_rms (..., 1), the statistic of h.
     """
-    y, h, _, inv_rms, _ = run(mode, x, a, w=w_in, w_out=w_out, eps=eps, eps_out=eps_out, kind="rms")
-    return y, h, inv_rms
+    found = apply(Inputs(x, a, w=w_in, w_out=w_out), Settings("rms", eps, eps_out), mode)
+    return found.y, found.h, found.inv
 
 
 def add_normed(
@@ -272,7 +282,7 @@ def add_normed(
 
     a is (..., C) like x, in any dtype. h has the type of x, and N(a) is not rounded before.
     """
-    return run(mode, x, a, w_out=w_out, eps_out=eps)[1]
+    return apply(Inputs(x, a, w_out=w_out), Settings(eps_out=eps), mode).h
 
 
 def layer_norm(
@@ -283,8 +293,8 @@ def layer_norm(
     Ba et al. 2016, with the biased variance and eps inside the root. mean and inv_std (..., 1)
     carry no gradient.
     """
-    y, _, mean, inv_std, _ = run(mode, x, w=w, b=b, eps=eps, kind="layer")
-    return y, mean, inv_std
+    found = apply(Inputs(x, w=w, b=b), Settings("layer", eps), mode)
+    return found.y, found.mean, found.inv
 
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto") -> Tensor:
@@ -292,14 +302,15 @@ def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "
 
     Loretz & Hochreiter 2026, equation 6.
     """
-    return run(mode, h, given=inv_rms, w=w, kind="shared")[0]
+    return apply(Inputs(h, given=inv_rms, w=w), Settings("shared"), mode).y
 
 
 def add_shared_rms_scale(
     x: Tensor, a: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Return (y, h): h = x + a, y = h * inv_rms * w; inv_rms (..., 1) is a constant."""
-    return run(mode, x, a, inv_rms, w, kind="shared")[:2]
+    found = apply(Inputs(x, a, given=inv_rms, w=w), Settings("shared"), mode)
+    return found.y, found.h
 
 
 def scaled_activation(
@@ -320,7 +331,7 @@ def scaled_activation(
     """
     if kind not in KINDS:
         raise UserError(f"activation {kind!r}: it is one of {', '.join(KINDS)}")
-    return run(mode, z, given=inv_rms, b=b, kind=kind)[0]
+    return apply(Inputs(z, given=inv_rms, b=b), Settings(kind), mode).y
 
 
 def taper_norm(
@@ -336,5 +347,6 @@ def taper_norm(
     Kanavalau, Amo Alonso & Lall 2026. gate_c (2,) is (g, c), on the device of h. gate_c and inv_rms
     (..., 1) carry no gradient.
     """
-    y, _, _, inv_rms, _ = run(mode, h, w=w, w_tilde=w_tilde, gate_c=gate_c, eps=eps, kind="taper")
-    return y, inv_rms
+    inputs = Inputs(h, w=w, w_tilde=w_tilde, gate_c=gate_c)
+    found = apply(inputs, Settings("taper", eps), mode)
+    return found.y, found.inv

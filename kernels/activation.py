@@ -8,15 +8,14 @@ KIND is gelu, gelu_tanh, relu2, swiglu or geglu. For the last two z is (..., 2 F
 then the up projection.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import rows
-from .reference import GATED, Outputs
+from .operands import Gradients, Inputs, Outputs, Saved, Settings, Upstream
+from .reference import GATED
 from .rows import inverse_root, load, load_vector, store, store_partial
 
 
@@ -201,55 +200,61 @@ def activation(
     `each`: elements for each thread. A step has few rows, so few tiles: they are small ones.
     """
     channels = z.shape[-1] // (2 if kind in GATED else 1)
+    row = (*z.shape[:-1], 1)
     y = rows.empty((*z.shape[:-1], channels), z.dtype, z.device)
-    taken = [] if x is None else [rows.empty((*z.shape[:-1], 1), torch.float32, z.device)]
+    taken = None if x is None else rows.empty(row, torch.float32, z.device)
     z = rows.as_rows(z)
     work = rows.split(z, channels, each, rows.NARROW)
     rows.launch(
         activation_kernel,
         (work.row_tiles, work.column_tiles),
         z,
-        *(z, *rows.adjacent(x, inv_rms, b), y, *(taken or [None])),
-        *(z.shape[0], rows.stride(z), eps),
+        Z=z,
+        X=rows.adjacent(x),
+        INV=rows.adjacent(inv_rms),
+        B=rows.adjacent(b),
+        Y=y,
+        INV_OUT=taken,
+        n_rows=z.shape[0],
+        z_stride=rows.stride(z),
+        eps=eps,
         F=channels,
         C=1 if x is None else x.shape[-1],
         KIND=kind,
         **work.meta,
     )
-    return [y, *taken]
+    return [y] if taken is None else [y, taken]
 
 
-def forward(
-    z: Tensor,
-    _a: None,
-    inv_rms: Tensor,
-    _w: None,
-    b: Tensor | None,
-    *others: Any,
-) -> Outputs:
-    """Compute reference.scaled_activation for these reference.Inputs: y alone."""
-    return Outputs(activation(z, inv_rms, b, others[-1], each=rows.FORWARD)[0])
+def forward(inputs: Inputs, settings: Settings) -> Outputs:
+    """Launch the forward kernel of reference.scaled_activation: y alone."""
+    (y,) = activation(inputs.x, inputs.given, inputs.b, settings.kind, each=rows.FORWARD)
+    return Outputs(y)
 
 
-def backward(
-    dy: Tensor, z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str, gains: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of z and, if `gains`, of b."""
-    channels = dy.shape[-1]
-    dz = rows.empty(z.shape, z.dtype, z.device)
-    dy = rows.as_rows(dy)
-    z = rows.as_rows(z)
-    inv_rms, b = rows.adjacent(inv_rms, b)
+def backward(upstream: Upstream, saved: Saved, settings: Settings, gains: bool) -> Gradients:
+    """Launch the backward kernel: the gradients of z and, if `gains`, of b."""
+    channels = upstream.dy.shape[-1]
+    dz = rows.empty(saved.x.shape, saved.x.dtype, saved.x.device)
+    dy = rows.as_rows(upstream.dy)
+    z = rows.as_rows(saved.x)
     work = rows.split(z, channels, rows.BACKWARD, rows.NARROW)
-    (db,) = rows.launch_backward(
+    tensors = {
+        "DY": dy,
+        "Z": z,
+        "INV": rows.adjacent(saved.inv),
+        "B": rows.adjacent(saved.b),
+        "DZ": dz,
+    }
+    sums = rows.launch_backward(
         backward_kernel,
-        (dy, z, inv_rms, b, dz),
-        (b,),
-        gains,
-        z.shape[0],
-        (rows.stride(dy), rows.stride(z)),
+        z,
         work,
+        z.shape[0],
+        tensors,
+        strides={"dy_stride": rows.stride(dy), "z_stride": rows.stride(z)},
+        parameters={"DB": saved.b if gains else None},
         F=channels,
-        KIND=kind,
+        KIND=settings.kind,
     )
-    return dz, db
+    return Gradients(x=dz, b=sums["DB"])

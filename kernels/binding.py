@@ -13,163 +13,168 @@ kernels/reference.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from types import ModuleType
 
 import torch
 import triton
 from torch import Tensor
 
 from . import activation, reference, row_norm, rows
-from .reference import KINDS, Inputs, Outputs
+from .operands import Gradients, Inputs, Outputs, Saved, Settings, Upstream
+from .reference import KINDS
 
 # Was TRITON_INTERPRET=1 when Triton was imported? Then kernels run on a CPU, in its interpreter.
 INTERPRETED = not isinstance(row_norm.forward_kernel, triton.JITFunction)
 
-
-class Gradients(NamedTuple):
-    """Gradients of inputs; None for what there is not, or where none is wanted."""
-
-    x: Tensor | None
-    a: Tensor | None = None
-    w: Tensor | None = None
-    b: Tensor | None = None
-    w_out: Tensor | None = None
-    w_tilde: Tensor | None = None
+Backward = Callable[[Upstream, Saved, Settings, bool], Gradients]
 
 
-def _save(ctx, inputs: tuple, outputs: Sequence[Tensor | None]) -> None:
+def _launchers(settings: Settings) -> ModuleType:
+    """Return the module whose `forward` and `backward` launch the kernels of an operator."""
+    return activation if settings.kind in KINDS else row_norm
+
+
+def _save(ctx, inputs: Inputs, settings: Settings, outputs: Outputs) -> None:
     """Save what backward needs: h, and not x and a, where they are added.
 
     The gradient of an output that nothing has used stays None, and the kernel skips it.
     """
-    given = Inputs(*inputs)
-    _, h, mean, inv, inv_out = outputs
     ctx.set_materialize_grads(False)
     # No position shares these. LayerNorm's and TaperNorm's inv are not shared either.
-    own = inv if given.kind in ("layer", "taper") else None
-    ctx.mark_non_differentiable(*[tensor for tensor in (mean, own, inv_out) if tensor is not None])
-    ctx.constants = inputs[8:]  # from eps on: what is no tensor
-    ctx.dtypes = given.x.dtype, None if given.a is None else given.a.dtype
-    ctx.save_for_backward(
-        given.x if h is None else h,
-        None if given.eps_out is None else given.a,
-        given.given if inv is None else inv,
-        *(given.w, given.b, given.w_out, given.w_tilde, given.gate_c, mean, inv_out),
+    own = outputs.inv if settings.kind in ("layer", "taper") else None
+    constants = (outputs.mean, own, outputs.inv_out)
+    ctx.mark_non_differentiable(*[tensor for tensor in constants if tensor is not None])
+    ctx.settings = settings
+    ctx.x_dtype = inputs.x.dtype
+    ctx.a_dtype = None if inputs.a is None else inputs.a.dtype
+    saved = Saved(
+        x=inputs.x if outputs.h is None else outputs.h,
+        a=None if settings.eps_out is None else inputs.a,
+        w=inputs.w,
+        b=inputs.b,
+        w_out=inputs.w_out,
+        w_tilde=inputs.w_tilde,
+        gate_c=inputs.gate_c,
+        mean=outputs.mean,
+        inv=inputs.given if outputs.inv is None else outputs.inv,
+        inv_out=outputs.inv_out,
+    )
+    ctx.save_for_backward(*saved)
+
+
+def _gradients(ctx, of_outputs: Outputs, launch: Backward) -> Inputs:
+    """Compute the gradients of Inputs, given those of Outputs; any that comes in may be None.
+
+    `launch` starts the backward kernel.
+    """
+    saved, settings = Saved(*ctx.saved_tensors), ctx.settings
+    upstream = Upstream(dy=of_outputs.y, dh=of_outputs.h, ds=of_outputs.inv)
+    wanted = Inputs(*ctx.needs_input_grad[: len(Inputs._fields)])
+    gains = any((wanted.w, wanted.b, wanted.w_out, wanted.w_tilde))
+    # Where y was not used no kernel is launched: with zeros for dy it would cost a pass more, and
+    # give NaN in rows with an infinite number.
+    if torch.is_grad_enabled() or (upstream.dy is None and upstream.ds is not None):
+        found = _by_reference(upstream, saved, settings)
+    else:
+        found = Gradients(upstream.dh)
+        if upstream.dy is not None:
+            found = launch(upstream, saved, settings, gains)
+        if saved.a is not None and found.a is None and found.x is not None:
+            # The output norm by itself: dx is the gradient of a row's N_out(a).
+            alone = Saved(saved.a, w=saved.w_out, inv=saved.inv_out)
+            of_output = launch(Upstream(found.x), alone, Settings("rms"), gains)
+            found = found._replace(a=of_output.x, w_out=of_output.w)
+    # x and a have the gradient of their sum, in the type of each: under autocast x is float32 and a
+    # bfloat16.
+    return Inputs(
+        x=_cast(found.x, ctx.x_dtype),
+        a=_cast(found.x, ctx.a_dtype) if saved.a is None else found.a,
+        w=found.w,
+        b=found.b,
+        w_out=found.w_out,
+        w_tilde=found.w_tilde,
     )
 
 
-def _gradients(
-    ctx, dy, dh, _mean, ds, _inv_out, launch: Callable | None = None
-) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of Inputs; any gradient that comes in may be None.
-
-    `launch` starts a backward kernel: None for _launch_backward.
-    """
-    launch = launch or _launch_backward
-    x, a, inv, w, b, w_out, w_tilde, gate_c, mean, inv_out = ctx.saved_tensors
-    *_, counted, kind = ctx.constants
-    gains = any(ctx.needs_input_grad[3:7])
-    found = Gradients(dh)
-    # Where y was not used no kernel is launched: with zeros for dy it would cost a pass more, and
-    # give NaN in rows with an infinite number.
-    by_reference = torch.is_grad_enabled() or (dy is None and ds is not None)
-    if by_reference:
-        inputs = Inputs(x, a, inv, w, b, w_out, w_tilde, gate_c, *ctx.constants)
-        found = _by_reference(inputs, dy, dh, ds)
-    elif dy is not None:
-        found = Gradients(
-            *launch(
-                *(dy, dh, ds, x, a, w, b, w_out, w_tilde, gate_c),
-                *(mean, inv, inv_out, counted, kind, gains),
-            )
-        )
-    dx = found.x
-    if a is not None and found.a is None and dx is not None and not by_reference:
-        # The output norm by itself: dx is the gradient of a row's N_out(a).
-        nothing = (None,) * 5
-        da, _, dw_out, *_ = launch(
-            *(dx, None, None, a, None, w_out, *nothing, inv_out, None, None, "rms", gains)
-        )
-        found = found._replace(a=da, w_out=dw_out)
-    # x and a have the gradient of their sum, in the type of each: under autocast x is float32 and a
-    # bfloat16.
-    of_x, of_a = (None if dtype is None or dx is None else dx.to(dtype) for dtype in ctx.dtypes)
-    da = of_a if a is None else found.a
-    return of_x, da, None, found.w, found.b, found.w_out, found.w_tilde, *[None] * 6
+def _cast(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """Return a gradient in `dtype`; None without a gradient, or where nothing asks for it."""
+    return None if gradient is None or dtype is None else gradient.to(dtype)
 
 
-def launch_forward(*inputs) -> Outputs:
-    """Launch the forward kernel of a norm or an activation for these Inputs."""
-    return (activation if inputs[-1] in KINDS else row_norm).forward(*inputs)
-
-
-def _launch_backward(*arguments) -> tuple[Tensor | None, ...]:
-    """Launch the backward kernel of a norm or an activation."""
-    dy, _, _, x, _, _, b, *_, inv, _, _, kind, gains = arguments
-    if kind not in KINDS:
-        return row_norm.backward(*arguments)
-    dz, db = activation.backward(dy, x, inv, b, kind, gains)
-    return dz, None, None, db, None, None
-
-
-def _by_reference(
-    inputs: Inputs, dy: Tensor | None, dh: Tensor | None, ds: Tensor | None
+def _launch_backward(
+    upstream: Upstream, saved: Saved, settings: Settings, gains: bool
 ) -> Gradients:
+    """Launch the backward kernel; gradients of gains and biases only if `gains`."""
+    return _launchers(settings).backward(upstream, saved, settings, gains)
+
+
+def _by_reference(upstream: Upstream, saved: Saved, settings: Settings) -> Gradients:
     """Compute the gradients by autograd of the reference.
 
-    They have gradients themselves where backward is differentiated. inputs.x is the norm's input.
+    They have gradients themselves where backward is differentiated.
     """
     if not torch.is_grad_enabled():
-        leaves = [
-            None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs[:7]
-        ]
-        inputs = Inputs(*leaves, *inputs[7:])  # type: ignore[call-arg]  # seven leaves
-    with torch.enable_grad():
-        y, _, _, inv, _ = reference.normalize(inputs.x, inputs)
-        dx, dw, db, dw_tilde = _autograd(
-            (y, inv), (dy, ds), (inputs.x, inputs.w, inputs.b, inputs.w_tilde)
+        saved = Saved(
+            *[None if tensor is None else tensor.detach().requires_grad_() for tensor in saved]
         )
-        if dh is not None:
-            dx = dh if dx is None else dx + dh
-        if inputs.a is None:
-            return Gradients(dx, None, dw, db, None, dw_tilde)
-        a = inputs.a.to(reference.statistics_dtype(inputs.a))
-        normed, _ = reference.rms_norm(a, inputs.w_out, None, inputs.eps_out)
-        da, dw_out = _autograd((normed,), (dx,), (inputs.a, inputs.w_out))
-    return Gradients(dx, da, dw, db, dw_out, dw_tilde)
+    inputs = Inputs(
+        x=saved.x,
+        given=saved.inv,
+        w=saved.w,
+        b=saved.b,
+        w_tilde=saved.w_tilde,
+        gate_c=saved.gate_c,
+    )
+    with torch.enable_grad():
+        outputs = reference.normalize(saved.x, inputs, settings)
+        leaves = Gradients(x=saved.x, w=saved.w, b=saved.b, w_tilde=saved.w_tilde)
+        found = _autograd((outputs.y, outputs.inv), (upstream.dy, upstream.ds), leaves)
+        if upstream.dh is not None:
+            dx = upstream.dh if found.x is None else found.x + upstream.dh
+            found = found._replace(x=dx)
+        if saved.a is None:
+            return found
+        a = saved.a.to(reference.statistics_dtype(saved.a))
+        normed, _ = reference.rms_norm(a, saved.w_out, None, settings.eps_out)
+        leaves = Gradients(a=saved.a, w_out=saved.w_out)
+        of_output = _autograd((normed,), (found.x,), leaves)
+    return found._replace(a=of_output.a, w_out=of_output.w_out)
 
 
 def _autograd(
-    outputs: tuple[Tensor | None, ...],
-    gradients: tuple[Tensor | None, ...],
-    inputs: tuple[Tensor | None, ...],
-) -> list[Tensor | None]:
-    """Return the gradients of the inputs that have one."""
+    outputs: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...], leaves: Gradients
+) -> Gradients:
+    """Return the gradients of the leaves that have one, each in the place of its leaf."""
     pairs = [(root, given) for root, given in zip(outputs, gradients) if given is not None]
-    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    wanted = [tensor for tensor in leaves if tensor is not None and tensor.requires_grad]
     if not pairs or not wanted:
-        return [None] * len(inputs)
+        return Gradients()
     roots = [root for root, _ in pairs]
     given = [gradient.to(root.dtype) for root, gradient in pairs]
     found = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
-    by_input = dict(zip(map(id, wanted), found))
-    return [by_input.get(id(tensor)) for tensor in inputs]
+    by_leaf = dict(zip(map(id, wanted), found))
+    return Gradients(*[by_leaf.get(id(tensor)) for tensor in leaves])
 
 
 class Fused(torch.autograd.Function):
-    """A norm or an activation by its kernel: Fused.apply(*Inputs) -> Outputs."""
+    """A norm or an activation by its kernel: Fused.apply(*Inputs, Settings) -> Outputs."""
 
     @staticmethod
-    def forward(ctx, *inputs) -> Outputs:
-        outputs = launch_forward(*inputs)
-        _save(ctx, inputs, outputs)
+    def forward(ctx, *operands) -> Outputs:
+        *tensors, settings = operands
+        inputs = Inputs(*tensors)
+        outputs = _launchers(settings).forward(inputs, settings)
+        _save(ctx, inputs, settings, outputs)
         return outputs
 
-    backward = staticmethod(_gradients)
+    @staticmethod
+    def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, Outputs(*gradients), _launch_backward), None
 
 
 # ------------------------------------------------------------------ operators for torch.compile
-# An operator cannot return None: in its place it returns an empty tensor.
+# An operator has a flat signature: the fields of the records, one by one. And it cannot return
+# None: in its place it returns an empty tensor.
 
 
 def _filled(tensors: Iterable[Tensor | None], x: Tensor) -> list[Tensor]:
@@ -192,22 +197,29 @@ def fused(
     w_out: Tensor | None,
     w_tilde: Tensor | None,
     gate_c: Tensor | None,
+    kind: str,
     eps: float,
     eps_out: float | None,
     groups: int,
     counted: int | None,
-    kind: str,
 ) -> list[Tensor]:
-    inputs = (x, a, given, w, b, w_out, w_tilde, gate_c, eps, eps_out, groups, counted, kind)
-    return _filled(launch_forward(*inputs), x)
+    inputs = Inputs(x=x, a=a, given=given, w=w, b=b, w_out=w_out, w_tilde=w_tilde, gate_c=gate_c)
+    settings = Settings(kind=kind, eps=eps, eps_out=eps_out, groups=groups, counted=counted)
+    return _filled(_launchers(settings).forward(inputs, settings), x)
 
 
-fused.register_autograd(
-    lambda ctx, gradients: _gradients(  # type: ignore[misc]
-        ctx, *_unfilled(gradients), launch=_compiled_backward
-    ),
-    setup_context=lambda ctx, inputs, output: _save(ctx, inputs, _unfilled(output)),
-)
+def _save_compiled(ctx, inputs: tuple, output: Sequence[Tensor]) -> None:
+    n_tensors = len(Inputs._fields)
+    settings = Settings(*inputs[n_tensors:])
+    _save(ctx, Inputs(*inputs[:n_tensors]), settings, Outputs(*_unfilled(output)))
+
+
+def _gradients_compiled(ctx, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    found = _gradients(ctx, Outputs(*_unfilled(gradients)), _launch_backward_compiled)
+    return *found, *[None for _ in Settings._fields]
+
+
+fused.register_autograd(_gradients_compiled, setup_context=_save_compiled)
 
 
 @rows.operator
@@ -225,20 +237,35 @@ def fused_backward(
     mean: Tensor | None,
     inv: Tensor,
     inv_out: Tensor | None,
-    counted: int | None,
     kind: str,
+    eps: float,
+    eps_out: float | None,
+    groups: int,
+    counted: int | None,
     gains: bool,
 ) -> list[Tensor]:
-    found = _launch_backward(
-        *(dy, dh, ds, x, a, w, b, w_out, w_tilde, gate_c, mean, inv, inv_out, counted, kind, gains)
+    saved = Saved(
+        x=x,
+        a=a,
+        w=w,
+        b=b,
+        w_out=w_out,
+        w_tilde=w_tilde,
+        gate_c=gate_c,
+        mean=mean,
+        inv=inv,
+        inv_out=inv_out,
     )
-    return _filled(found, x)
+    settings = Settings(kind=kind, eps=eps, eps_out=eps_out, groups=groups, counted=counted)
+    return _filled(_launch_backward(Upstream(dy, dh, ds), saved, settings, gains), x)
 
 
-def _compiled_backward(*arguments) -> list[Tensor | None]:
-    return _unfilled(fused_backward(*arguments))
+def _launch_backward_compiled(
+    upstream: Upstream, saved: Saved, settings: Settings, gains: bool
+) -> Gradients:
+    return Gradients(*_unfilled(fused_backward(*upstream, *saved, *settings, gains)))
 
 
-def compiled(*inputs) -> Outputs:
-    """Call the operator as Fused.apply is called."""
-    return Outputs(*_unfilled(fused(*inputs)))
+def compiled(inputs: Inputs, settings: Settings) -> Outputs:
+    """Call the operator that torch.compile sees."""
+    return Outputs(*_unfilled(fused(*inputs, *settings)))

@@ -11,41 +11,12 @@ result is rounded once, to the type of x.
 Backward functions compute the gradients of gains only if `gains` is set.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-
-class Inputs(NamedTuple):
-    """The arguments of every operator of kernels/. What a norm does not have is None."""
-
-    x: Tensor  # residual stream (..., C), or what an activation is applied to
-    a: Tensor | None = None  # what is added to it (..., C)
-    given: Tensor | None = None  # the statistic (..., 1) of a shared position or an activation
-    w: Tensor | None = None  # gain (C,)
-    b: Tensor | None = None  # bias (C,)
-    w_out: Tensor | None = None  # gain of the output norm (C,)
-    w_tilde: Tensor | None = None  # gain of TaperNorm's fixed map (C,)
-    gate_c: Tensor | None = None  # TaperNorm's gate and scale (2,)
-    eps: float = 0.0
-    eps_out: float | None = None  # of the output norm, an RMSNorm of a before it is added
-    groups: int = 1
-    counted: int | None = None  # channels of each group that the mean square is over; None: all
-    kind: str = ""  # rms, layer, shared, taper, an activation, or "" to add only
-
-
-class Outputs(NamedTuple):
-    """What an operator returns; None for what there is not."""
-
-    y: Tensor | None  # (..., C)
-    h: Tensor | None = None  # the sum x + a (..., C)
-    mean: Tensor | None = None  # (..., 1)
-    inv: Tensor | None = None  # the statistic (..., G), where it is not given
-    inv_out: Tensor | None = None  # the statistic of a (..., 1)
-
+from .operands import Inputs, Outputs, Settings
 
 # ------------------------------------------------------------------------------- shared arithmetic
 
@@ -362,22 +333,23 @@ def taper_norm(
 # ---------------------------------------------------------------------------------- all of them
 
 
-def normalize(h: Tensor, given: Inputs) -> Outputs:
-    """Compute y and the statistics of the norm or activation `given.kind` of h; nothing is added.
+def normalize(h: Tensor, inputs: Inputs, settings: Settings) -> Outputs:
+    """Compute y and the statistics of the norm or activation of h; nothing is added.
 
     mean, and inv of LayerNorm and TaperNorm, carry no gradient.
     """
-    if given.kind == "rms":
-        y, inv = rms_norm(h, given.w, given.b, given.eps, given.groups, given.counted)
+    kind, eps = settings.kind, settings.eps
+    if kind == "rms":
+        y, inv = rms_norm(h, inputs.w, inputs.b, eps, settings.groups, settings.counted)
         return Outputs(y, inv=inv)
-    if given.kind == "layer":
-        y, mean, inv = layer_norm(h, given.w, given.b, given.eps)
+    if kind == "layer":
+        y, mean, inv = layer_norm(h, inputs.w, inputs.b, eps)
         return Outputs(y, mean=mean, inv=inv)
-    if given.kind == "taper":
-        y, inv = taper_norm(h, given.w, given.w_tilde, given.gate_c, given.eps)
+    if kind == "taper":
+        y, inv = taper_norm(h, inputs.w, inputs.w_tilde, inputs.gate_c, eps)
         return Outputs(y, inv=inv)
-    if given.kind == "shared":
-        return Outputs(shared_rms_scale(h, given.given, given.w))
-    if given.kind:
-        return Outputs(scaled_activation(h, given.given, given.b, given.kind))
-    return Outputs(None)
+    if kind == "shared":
+        return Outputs(shared_rms_scale(h, inputs.given, inputs.w))
+    if kind:
+        return Outputs(scaled_activation(h, inputs.given, inputs.b, kind))
+    return Outputs()

@@ -22,16 +22,33 @@ on.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from . import rows
-from .reference import Outputs
-from .rows import inverse_root, load, load_vector, store, store_partial
+from .operands import Gradients, Inputs, Outputs, Saved, Settings, Upstream
+from .rows import inverse_root, load, load_gain, offsets, store, store_partial
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    """(a, b) + (c, d)."""
+    return a + c, b + d
 
 
 @triton.jit
 def load_stream(
-    X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C: tl.constexpr
+    X,
+    A,
+    W_OUT,
+    H,
+    inv_out,
+    row,
+    valid,
+    first,
+    col,
+    x_stride,
+    a_stride,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Load a tile of x; of h = x + a or x + a inv_out w_out, rounded to the type of H. float32."""
     mask = valid[:, None] & (col < C)[None, :]
@@ -41,7 +58,7 @@ def load_stream(
         if inv_out is not None:
             a = a * inv_out[:, None]
             if W_OUT is not None:
-                a = a * load_vector(W_OUT, col, C)
+                a = a * load_gain(W_OUT, ROWS, col, C)
         h = (h + a).to(H.dtype.element_ty).to(tl.float32)
     return h
 
@@ -96,7 +113,7 @@ def forward_kernel(
         for start in range(0, C, COLUMNS):
             col = start + tl.arange(0, COLUMNS)
             total += load_stream(
-                X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C
+                X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C, ROWS
             )
         mean = tl.sum(total, 1) / C
     if INV is not None:
@@ -104,7 +121,9 @@ def forward_kernel(
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, C, COLUMNS):
             col = start + tl.arange(0, COLUMNS)
-            v = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
+            v = load_stream(
+                X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C, ROWS
+            )
             if MEAN is not None:  # 0 beyond the row, where h - mean is not
                 v = tl.where((col < C)[None, :], v - mean[:, None], 0.0)
             if COUNTED < C:  # partial RMSNorm
@@ -116,11 +135,16 @@ def forward_kernel(
     if GATE_C is not None:
         gate = tl.load(GATE_C)
         rest = (1.0 - gate) * tl.load(GATE_C + 1)
+    # The sum is stored as soon as it is there, but at a shared position after y: before it some
+    # registers spill (1,600 channels, sm_100).
+    h_is_first: tl.constexpr = GIVEN is None
     for start in range(0, C, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         mask = valid[:, None] & (col < C)[None, :]
-        h = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
-        if H is not None and GIVEN is None:
+        h = load_stream(
+            X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C, ROWS
+        )
+        if H is not None and h_is_first:
             store(H, row, first + col, C * GROUPS, h, mask)
         if Y is not None:
             v = h
@@ -128,15 +152,15 @@ def forward_kernel(
                 v = h - mean[:, None]
             y = v * inv[:, None]
             if W is not None:
-                y = y * load_vector(W + first, col, C)
+                y = y * load_gain(W + first, ROWS, col, C)
             if B is not None:
-                y = y + load_vector(B + first, col, C)
+                y = y + load_gain(B + first, ROWS, col, C)
             if GATE_C is not None:
                 if WT is not None:
-                    h = h * load_vector(WT, col, C)
+                    h = h * load_gain(WT, ROWS, col, C)
                 y = gate * y + rest * h
             store(Y, row, first + col, C * GROUPS, y, mask)
-        if H is not None and GIVEN is not None:  # before Y some registers spill (1,600, sm_100)
+        if H is not None and not h_is_first:
             store(H, row, first + col, C * GROUPS, h, mask)
     if MEAN is not None:
         tl.store(MEAN + row, mean, mask=valid)
@@ -180,7 +204,7 @@ def dots_kernel(
         u = load(DY, row, first + col, dy_stride, mask)
         v = load(X, row, first + col, x_stride, mask)
         if W is not None:
-            u = u * load_vector(W + first, col, C)
+            u = u * load_gain(W + first, ROWS, col, C)
         if MEAN is not None:
             v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
             total += u
@@ -222,6 +246,7 @@ def backward_kernel(
     COUNTED: tl.constexpr,
     GROUPS: tl.constexpr,
     SHARED: tl.constexpr,
+    AHEAD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -239,7 +264,7 @@ def backward_kernel(
 
     X is the norm's input, rounded: h where the forward kernel added. DH (gradient of the residual
     stream), DS (gradient of INV) and what a norm does not have are None. DOT and SUM are given
-    where a row has several tiles, else None.
+    where a row has several tiles, else None. With AHEAD two rounds of rows are on their way.
     """
     group = tl.program_id(1)
     first = group * C  # the first channel of this group
@@ -247,7 +272,7 @@ def backward_kernel(
     # A gain stays in registers, but where another map of the row, or its length, leaves too few.
     stays: tl.constexpr = DA is None and GATE_C is None and COLUMNS <= 4096
     if W is not None and stays:
-        w = load_vector(W + first, col, C)
+        w = load_gain(W + first, ROWS, col, C)
     if GATE_C is not None:
         gate = tl.load(GATE_C)
         rest = (1.0 - gate) * tl.load(GATE_C + 1)
@@ -257,20 +282,46 @@ def backward_kernel(
     dw_out = tl.zeros((ROWS, COLUMNS), tl.float32)
     dwt = tl.zeros((ROWS, COLUMNS), tl.float32)
     begin = tl.program_id(0) * chunk
-    for start in range(begin, tl.minimum(begin + chunk, n_rows), ROWS):
+    end = tl.minimum(begin + chunk, n_rows)
+    needs_v: tl.constexpr = not SHARED or DW is not None
+    if AHEAD:
+        # The rows of the first round. Each round begins to load those of the next one, in their own
+        # type, before it computes.
+        row = begin + tl.arange(0, ROWS)
+        valid = row < end
+        mask = valid[:, None] & (col < C)[None, :]
+        if needs_v:
+            next_v = tl.load(X + offsets(row, first + col, x_stride), mask=mask, other=0.0)
+        next_u = tl.load(DY + offsets(row, first + col, dy_stride), mask=mask, other=0.0)
+        next_inv = tl.load(INV + row.to(tl.int64) * GROUPS + group, mask=valid, other=0.0)
+        if MEAN is not None:
+            next_mean = tl.load(MEAN + row, mask=valid, other=0.0)
+    for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
-        valid = row < n_rows
+        valid = row < end
         mask = valid[:, None] & (col < C)[None, :]
         statistic = row.to(tl.int64) * GROUPS + group
-        # The order of loads decides how many registers there are room for: at a shared position the
-        # long loads come first, or some spill with a float32 stream on sm_90.
-        if not SHARED:
+        if AHEAD:
+            u = next_u.to(tl.float32)
+            inv = next_inv
+            after = row + ROWS
+            is_there = after < end
+            more = is_there[:, None] & (col < C)[None, :]
+            if needs_v:
+                v = next_v.to(tl.float32)
+                next_v = tl.load(X + offsets(after, first + col, x_stride), mask=more, other=0.0)
+            next_u = tl.load(DY + offsets(after, first + col, dy_stride), mask=more, other=0.0)
+            next_inv = tl.load(INV + after.to(tl.int64) * GROUPS + group, mask=is_there, other=0.0)
+            if MEAN is not None:
+                mean = next_mean
+                next_mean = tl.load(MEAN + after, mask=is_there, other=0.0)
+        else:
             inv = tl.load(INV + statistic, mask=valid, other=0.0)
-        if not SHARED or DW is not None:
-            v = load(X, row, first + col, x_stride, mask)
-        u = load(DY, row, first + col, dy_stride, mask)
-        if SHARED:
-            inv = tl.load(INV + statistic, mask=valid, other=0.0)
+            if needs_v:
+                v = load(X, row, first + col, x_stride, mask)
+            u = load(DY, row, first + col, dy_stride, mask)
+            if MEAN is not None:
+                mean = tl.load(MEAN + row, mask=valid, other=0.0)
         if DB is not None:
             db += u
         if GATE_C is not None:
@@ -278,21 +329,24 @@ def backward_kernel(
             if DWT is not None:
                 dwt += u * v
             if WT is not None:
-                fixed = fixed * load_vector(WT, col, C)
+                fixed = fixed * load_gain(WT, ROWS, col, C)
         if MEAN is not None:
-            v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
-        if not SHARED or DW is not None:
+            v = v - mean[:, None]
+        if needs_v:
             v = v * inv[:, None]  # the normalised input, computed again
         if DW is not None:
             dw += u * v
         if W is not None and stays:
             u = u * w
         if W is not None and not stays:
-            u = u * load_vector(W + first, col, C)
+            u = u * load_gain(W + first, ROWS, col, C)
         if not SHARED:
             # <u, v> of the whole row, (ROWS,)
             if DOT is not None:
                 dot = tl.load(DOT + statistic, mask=valid, other=0.0)
+            elif MEAN is not None:
+                # Both sums in one reduction: half as many waits of the warps for each other.
+                dot, total = tl.reduce((u * v, u), 1, add_pairs)
             else:
                 dot = tl.sum(u * v, 1)
             if DS is not None:
@@ -304,8 +358,6 @@ def backward_kernel(
             if MEAN is not None:
                 if SUM is not None:
                     total = tl.load(SUM + row, mask=valid, other=0.0)
-                else:
-                    total = tl.sum(u, 1)
                 through += (total / C)[:, None]
             u = u - through
         dx = u * inv[:, None]
@@ -323,7 +375,7 @@ def backward_kernel(
             if DW_OUT is not None:
                 dw_out += dx * d
             if W_OUT is not None:
-                dx = dx * load_vector(W_OUT, col, C)
+                dx = dx * load_gain(W_OUT, ROWS, col, C)
             da = dx - d * (tl.sum(dx * d, 1) / C)[:, None]
             store(DA, row, col, C, da * inv_out[:, None], mask)
     if GATE_C is not None:
@@ -339,120 +391,162 @@ def backward_kernel(
 # ---------------------------------------------------------------------------------------- launchers
 
 
-def forward(
-    x: Tensor,
-    a: Tensor | None,
-    given: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    w_out: Tensor | None,
-    w_tilde: Tensor | None,
-    gate_c: Tensor | None,
-    eps: float,
-    eps_out: float | None,
-    groups: int,
-    counted: int | None,
-    kind: str,
-) -> Outputs:
-    """Launch the forward kernel for these reference.Inputs; the statistics are float32."""
+def forward(inputs: Inputs, settings: Settings) -> Outputs:
+    """Launch the forward kernel of a norm; the statistics are float32."""
+    x, a = inputs.x, inputs.a
+    kind, groups = settings.kind, settings.groups
+    has_output_norm = settings.eps_out is not None
+    dtype = x.dtype
+    if a is not None and not has_output_norm:
+        dtype = torch.promote_types(x.dtype, a.dtype)
     row = (*x.shape[:-1], 1)
-    dtype = x.dtype if a is None or eps_out is not None else torch.promote_types(x.dtype, a.dtype)
-    has_statistic = kind and given is None
+    in_groups = (*x.shape[:-1], groups)
+    has_statistic = kind and inputs.given is None
     outputs = Outputs(
         y=rows.empty(x.shape, dtype, x.device) if kind else None,
         h=None if a is None else rows.empty(x.shape, dtype, x.device),
         mean=rows.empty(row, torch.float32, x.device) if kind == "layer" else None,
-        inv=rows.empty((*row[:-1], groups), torch.float32, x.device) if has_statistic else None,
-        inv_out=None if eps_out is None else rows.empty(row, torch.float32, x.device),
+        inv=rows.empty(in_groups, torch.float32, x.device) if has_statistic else None,
+        inv_out=rows.empty(row, torch.float32, x.device) if has_output_norm else None,
     )
     channels = x.shape[-1] // groups
     x = rows.as_rows(x)
     a = rows.as_rows(a)
-    work = rows.split(x, channels, rows.FORWARD, rows.WHOLE if given is None else rows.NARROW)
+    widest = rows.WHOLE if inputs.given is None else rows.NARROW
+    work = rows.split(x, channels, rows.FORWARD, widest, reduces=inputs.given is None)
     rows.launch(
         forward_kernel,
         (work.row_tiles, groups),
         x,
-        *(x, a, *rows.adjacent(given, w, b, w_out, w_tilde)),
-        None if gate_c is None else gate_c.float().contiguous(),
-        *outputs,
-        *(x.shape[0], rows.stride(x), rows.stride(a), eps, eps_out or 0.0),
+        X=x,
+        A=a,
+        GIVEN=rows.adjacent(inputs.given),
+        W=rows.adjacent(inputs.w),
+        B=rows.adjacent(inputs.b),
+        W_OUT=rows.adjacent(inputs.w_out),
+        WT=rows.adjacent(inputs.w_tilde),
+        GATE_C=None if inputs.gate_c is None else inputs.gate_c.float().contiguous(),
+        Y=outputs.y,
+        H=outputs.h,
+        MEAN=outputs.mean,
+        INV=outputs.inv,
+        INV_OUT=outputs.inv_out,
+        n_rows=x.shape[0],
+        x_stride=rows.stride(x),
+        a_stride=rows.stride(a),
+        eps=settings.eps,
+        eps_out=settings.eps_out or 0.0,
         C=channels,
-        COUNTED=counted or channels,
+        COUNTED=settings.counted or channels,
         GROUPS=groups,
         **work.meta,
     )
     return outputs
 
 
-def backward(
-    dy: Tensor,
-    dh: Tensor | None,
-    ds: Tensor | None,
-    x: Tensor,
-    a: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    w_out: Tensor | None,
-    w_tilde: Tensor | None,
-    gate_c: Tensor | None,
-    mean: Tensor | None,
-    inv: Tensor,
-    inv_out: Tensor | None,
-    counted: int | None,
-    kind: str,
-    gains: bool,
-) -> tuple[Tensor | None, ...]:
-    """Launch the backward kernel. x is the norm's input: h, if the forward kernel added.
+def backward(upstream: Upstream, saved: Saved, settings: Settings, gains: bool) -> Gradients:
+    """Launch the backward kernel of a norm.
 
     Returns:
-        (dx, da, dw, db, dw_out, dw_tilde); without `gains` the last four are None. da and dw_out
-        are also None for rows of more than WHOLE channels: the caller then takes them from dx.
+        The gradients; without `gains` x and a alone. a and w_out have none for rows of more than
+        WHOLE channels: the caller then takes them from that of x.
     """
-    groups = inv.shape[-1]
-    channels = x.shape[-1] // groups
-    is_shared = kind == "shared"
-    dx = rows.empty(x.shape, x.dtype, x.device)
+    groups = saved.inv.shape[-1]
+    channels = saved.x.shape[-1] // groups
+    is_shared = settings.kind == "shared"
+    dx = rows.empty(saved.x.shape, saved.x.dtype, saved.x.device)
     da = None
-    if a is not None and channels <= rows.WHOLE:
-        da = rows.empty(a.shape, a.dtype, a.device)
-    dy, dh, x, a = (rows.as_rows(tensor) for tensor in (dy, dh, x, a))
-    ds, w, b, w_out, w_tilde, inv = rows.adjacent(ds, w, b, w_out, w_tilde, inv)
-    gate_c = None if gate_c is None else gate_c.float().contiguous()
+    if saved.a is not None and channels <= rows.WHOLE:
+        da = rows.empty(saved.a.shape, saved.a.dtype, saved.a.device)
+    dy = rows.as_rows(upstream.dy)
+    dh = rows.as_rows(upstream.dh)
+    x = rows.as_rows(saved.x)
+    a = None if da is None else rows.as_rows(saved.a)
+    w = rows.adjacent(saved.w)
+    inv = rows.adjacent(saved.inv)
     each = rows.BACKWARD
-    if (da is not None or gate_c is not None) and channels > rows.WHOLE // 2:
+    if (da is not None or saved.gate_c is not None) and channels > rows.WHOLE // 2:
         each *= 4  # 8 warps: with 16 some registers of two norms spill, and instructions are more
     work = rows.split(x, channels, each, rows.NARROW if is_shared else rows.WHOLE)
+    # Rows ahead take registers. At half of the widest row a program has 16 warps, and two programs
+    # are resident only with 64 registers a thread: LayerNorm has them without rows ahead. RMSNorm
+    # has them with, and TaperNorm and two norms need more in any case. (A limit of 64 registers
+    # spills TaperNorm's on sm_100, triton 3.9, and two norms' everywhere.) A float32 stream's rows
+    # ahead are twice as many registers. At the widest row no norm has any left.
+    width = work.meta["COLUMNS"]
+    half = rows.WHOLE // 2
+    ahead = is_shared or width < half
+    if width == half and saved.mean is None:
+        ahead = x.element_size() < 4
     dot = None
     total = None
     if work.column_tiles > 1 and not is_shared:
         dot = rows.empty(inv.shape, torch.float32, x.device)
-        total = None if mean is None else rows.empty(mean.shape, torch.float32, x.device)
+        total = None
+        if saved.mean is not None:
+            total = rows.empty(saved.mean.shape, torch.float32, x.device)
         rows.launch(
             dots_kernel,
             (work.row_tiles, groups),
             x,
-            *(dy, x, w, mean, inv, dot, total),
-            *(x.shape[0], rows.stride(dy), rows.stride(x)),
+            DY=dy,
+            X=x,
+            W=w,
+            MEAN=saved.mean,
+            INV=inv,
+            DOT=dot,
+            SUM=total,
+            n_rows=x.shape[0],
+            dy_stride=rows.stride(dy),
+            x_stride=rows.stride(x),
             C=channels,
             GROUPS=groups,
             **work.meta,
         )
+    tensors = {
+        "DY": dy,
+        "DH": dh,
+        "DS": rows.adjacent(upstream.ds),
+        "X": x,
+        "A": a,
+        "W": w,
+        "W_OUT": rows.adjacent(saved.w_out),
+        "WT": rows.adjacent(saved.w_tilde),
+        "GATE_C": None if saved.gate_c is None else saved.gate_c.float().contiguous(),
+        "MEAN": saved.mean,
+        "INV": inv,
+        "INV_OUT": saved.inv_out,
+        "DOT": dot,
+        "SUM": total,
+        "DX": dx,
+        "DA": da,
+    }
+    strides = {
+        "dy_stride": rows.stride(dy),
+        "dh_stride": rows.stride(dh),
+        "x_stride": rows.stride(x),
+        "a_stride": rows.stride(a),
+    }
     sums = rows.launch_backward(
         backward_kernel,
-        (
-            *(dy, dh, ds, x, None if da is None else a, w, w_out, w_tilde, gate_c),
-            *(mean, inv, inv_out, dot, total, dx, da),
-        ),
-        (w, b, None if da is None else w_out, w_tilde),
-        gains,
-        x.shape[0],
-        (rows.stride(dy), rows.stride(dh), rows.stride(x), rows.stride(a)),
+        x,
         work,
-        groups,
+        x.shape[0],
+        tensors,
+        strides,
+        parameters={
+            "DW": saved.w if gains else None,
+            "DB": saved.b if gains else None,
+            "DW_OUT": saved.w_out if gains and da is not None else None,
+            "DWT": saved.w_tilde if gains else None,
+        },
+        groups=groups,
         C=channels,
-        COUNTED=counted or channels,
+        COUNTED=settings.counted or channels,
         GROUPS=groups,
         SHARED=is_shared,
+        AHEAD=ahead,
     )
-    return dx, da, *sums
+    return Gradients(
+        x=dx, a=da, w=sums["DW"], b=sums["DB"], w_out=sums["DW_OUT"], w_tilde=sums["DWT"]
+    )

@@ -75,7 +75,21 @@ def make_tensor(self, handle, type):
     self.shape, self.numel = sizes((*type.shape,) if type.is_block() else ())
 
 
+def reduce_by_halves(self, inputs: tuple) -> list:
+    """Triton combines one element after the other in Python; this does a half of the axis at once,
+    as a GPU does. Axes of tiles are powers of two.
+    """
+    parts = [tensor.handle.data for tensor in inputs]
+    types = [tensor.dtype for tensor in inputs]
+    while parts[0].shape[self.axis] > 1:
+        halves = zip(*(np.split(part, 2, self.axis) for part in parts))
+        first, second = (map(self.to_tensor, half, types) for half in halves)
+        parts = [tensor.handle.data for tensor in self.combine_fn.fn(*first, *second)]
+    return [self.to_tensor(part.squeeze(self.axis), type) for part, type in zip(parts, types)]
+
+
 if os.environ["TRITON_INTERPRET"] == "1":
+    interpreter.ReduceOps.generic_reduce = reduce_by_halves
     interpreter.InterpreterBuilder.cast_impl = cast_as_a_gpu
     interpreter._patch_builtin = patch_builtins
     interpreter._patch_lang = patch_languages

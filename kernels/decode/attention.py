@@ -31,6 +31,7 @@ from torch import Tensor
 
 from .. import rows
 from . import overlap
+from .reference import RawHeads, Reach
 
 # Keys that an attention program holds at a time. 16 to 32 programs on 132 multiprocessors are bound
 # by latency, so a tile is on its way while the one before is used. A single tile of 128 keys would
@@ -401,22 +402,57 @@ def heads(
     batch, kv_heads, length, channels = k_cache.shape
     n_heads = z.shape[-1] // channels - 2 * kv_heads
     q = rows.empty((batch, n_heads, 1, channels), k_cache.dtype, z.device)
+    # inductor may hand over any strides, and the kernel takes elements that are adjacent
+    raw = RawHeads(
+        z=rows.adjacent(z),
+        inv_rms=rows.adjacent(inv_rms),
+        bias=bias,
+        cos=cos,
+        sin=sin,
+        q_gain=q_gain,
+        k_gain=k_gain,
+        v_gain=v_gain,
+        eps=eps,
+    )
     rows.launch(
         heads_kernel,
         (batch, n_heads + 2 * kv_heads),
         z,
-        # inductor may hand over any strides, and the kernel takes elements that are adjacent
-        *rows.adjacent(z, inv_rms),
-        *(bias, cos, sin, q_gain, k_gain, v_gain, eps, q, k_cache, v_cache, pos, length),
+        **heads_arguments(raw, channels),
+        Q=q,
+        K=k_cache,
+        V=v_cache,
+        POS=pos,
+        length=length,
         HEADS=n_heads,
         KV_HEADS=kv_heads,
         D=channels,
         WIDE=triton.next_power_of_2(channels),
-        **norm_channels(q_gain, k_gain, channels),
         num_warps=1,
         **overlap.launch_options(),
     )
     return q
+
+
+def heads_arguments(raw: RawHeads, channels: int) -> dict[str, Any]:
+    """Return the arguments of a kernel that makes queries, keys and values, by their names.
+
+    Over how many channels queries, and keys and values, are normalised is how many their gains
+    have.
+    """
+    return {
+        "Z": raw.z,
+        "INV": raw.inv_rms,
+        "BIAS": raw.bias,
+        "COS": raw.cos,
+        "SIN": raw.sin,
+        "Q_GAIN": raw.q_gain,
+        "K_GAIN": raw.k_gain,
+        "V_GAIN": raw.v_gain,
+        "eps": raw.eps,
+        "Q_NORM": channels if raw.q_gain is None else raw.q_gain.numel(),
+        "K_NORM": channels if raw.k_gain is None else raw.k_gain.numel(),
+    }
 
 
 def attend(
@@ -428,57 +464,56 @@ def attend(
     scale: float = 0.0,
     window: int = 0,
 ) -> list[Tensor]:
-    made = (q, *[None] * 8, 0.0)  # Q to eps: nothing is left to make
-    return _attend(made, q.shape[1], k_cache, v_cache, pos, parts, scale, window)
+    nothing_to_make = RawHeads()
+    reach = Reach(parts, scale, window)
+    return _attend(q, nothing_to_make, q.shape[1], k_cache, v_cache, pos, reach)
 
 
-def heads_attend(*given: Any) -> list[Tensor]:
-    *raw, k_cache, v_cache, pos, parts, scale, window = given  # raw: z to eps
+def heads_attend(
+    raw: RawHeads, k_cache: Tensor, v_cache: Tensor, pos: Tensor, reach: Reach
+) -> list[Tensor]:
     _, kv_heads, _, channels = k_cache.shape
-    n_heads = raw[0].shape[-1] // channels - 2 * kv_heads
-    return _attend((None, *raw), n_heads, k_cache, v_cache, pos, parts, scale, window)
-
-
-def norm_channels(q_gain: Tensor | None, k_gain: Tensor | None, channels: int) -> dict[str, int]:
-    """Return over how many channels queries, and keys and values, are normalised, by name.
-
-    That is as many as their gains have.
-    """
-    gains = {"Q_NORM": q_gain, "K_NORM": k_gain}
-    return {name: channels if gain is None else gain.numel() for name, gain in gains.items()}
+    n_heads = raw.z.shape[-1] // channels - 2 * kv_heads
+    return _attend(None, raw, n_heads, k_cache, v_cache, pos, reach)
 
 
 def _attend(
-    query: tuple,
+    q: Tensor | None,
+    raw: RawHeads,
     n_heads: int,
     k_cache: Tensor,
     v_cache: Tensor,
     pos: Tensor,
-    parts: int,
-    scale: float,
-    window: int,
+    reach: Reach,
 ) -> list[Tensor]:
-    """Launch attend_kernel.
-
-    Args:
-        query: the kernel's arguments from Q to eps: a query, or what makes one.
-    """
+    """Launch attend_kernel on a query, or on what makes one."""
     batch, kv_heads, length, channels = k_cache.shape
-    if window >= length:  # it cuts nothing off
-        window = 0
+    parts = reach.parts
+    window = reach.window if reach.window < length else 0  # 0: it cuts nothing off
+    largest = None
+    totals = None
     if parts == 1:
-        found = [rows.empty((batch, 1, n_heads * channels), k_cache.dtype, pos.device)]
-    else:  # sums, largest, totals
+        a = rows.empty((batch, 1, n_heads * channels), k_cache.dtype, pos.device)
+    else:  # sums that are not divided by the totals yet
         shape = (batch, n_heads, parts)
-        found = [rows.empty((*shape, channels), torch.float32, pos.device)]
-        found += [rows.empty(shape, torch.float32, pos.device) for _ in range(2)]
+        a = rows.empty((*shape, channels), torch.float32, pos.device)
+        largest = rows.empty(shape, torch.float32, pos.device)
+        totals = rows.empty(shape, torch.float32, pos.device)
     rows.launch(
         attend_kernel,
         (batch, n_heads, parts),
         pos,
-        *(*query, k_cache, v_cache, pos),
-        *(found if parts > 1 else (*found, None, None)),
-        *(scale or channels**-0.5, length, triton.cdiv(window or length, parts)),
+        Q=q,
+        **heads_arguments(raw, channels),
+        K=k_cache,
+        V=v_cache,
+        POS=pos,
+        A=a,
+        LARGEST=largest,
+        TOTAL=totals,
+        scale=reach.scale or channels**-0.5,
+        length=length,
+        part_keys=triton.cdiv(window or length, parts),
         HEADS=n_heads,
         KV_HEADS=kv_heads,
         D=channels,
@@ -486,11 +521,10 @@ def _attend(
         KEYS=KEYS,
         PARTS=parts,
         WINDOW=window,
-        **norm_channels(query[6], query[7], channels),
         num_warps=WARPS,
         **overlap.launch_options(),
     )
-    return found
+    return [a] if parts == 1 else [a, largest, totals]
 
 
 def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -> Tensor:
@@ -500,7 +534,10 @@ def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -
         combine_kernel,
         (batch * n_heads,),
         sums,
-        *(sums, largest, totals, a),
+        SUMS=sums,
+        LARGEST=largest,
+        TOTAL=totals,
+        A=a,
         D=channels,
         WIDE=triton.next_power_of_2(channels),
         PARTS=parts,
@@ -519,7 +556,11 @@ def embed(token: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor
         embed_kernel,
         (batch, triton.cdiv(channels, 1024)),
         wte,
-        *(token, pos, wte, wpe, x),
+        TOKEN=token,
+        POS=pos,
+        WTE=wte,
+        WPE=wpe,
+        X=x,
         C=channels,
         WIDE=1024,
         num_warps=4,
@@ -536,7 +577,11 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
         best_kernel,
         (batch, PARTS),
         logits,
-        *(logits.contiguous(), values, tokens, size, triton.cdiv(size, PARTS)),
+        Z=logits.contiguous(),
+        VALUES=values,
+        TOKENS=tokens,
+        V=size,
+        part=triton.cdiv(size, PARTS),
         PARTS=PARTS,
         WIDE=1024,
         num_warps=4,
@@ -550,7 +595,13 @@ def take(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor
         take_kernel,
         (1,),
         values,
-        *(values, tokens, token, pos, out, len(token), out.shape[1]),
+        VALUES=values,
+        TOKENS=tokens,
+        TOKEN=token,
+        POS=pos,
+        OUT=out,
+        n_rows=len(token),
+        length=out.shape[1],
         PARTS=PARTS,
         ROWS=triton.next_power_of_2(len(token)),
         num_warps=4,

@@ -183,19 +183,27 @@ def project(
     N = weight.shape[0] // (2 if kind in GATED else 1)
     y = rows.empty((*x.shape[:-1], N), x.dtype, x.device)
     own = eps is not None
-    taken = [rows.empty((*x.shape[:-1], 1), torch.float32, x.device)] if own else []
-    # X to eps of both kernels
-    arguments = [x_rows, weight, bias, *rows.adjacent(residual), inv_rms, y]
-    arguments += [*(taken or [None]), eps or 0.0]
+    taken = rows.empty((*x.shape[:-1], 1), torch.float32, x.device) if own else None
+    arguments = {
+        "X": x_rows,
+        "W": weight,
+        "B": bias,
+        "R": rows.adjacent(residual),
+        "INV": inv_rms,
+        "Y": y,
+        "INV_OUT": taken,
+        "eps": eps or 0.0,
+    }
     options = {"N": N, "K": K, "OWN": own, "KIND": kind, "num_warps": 4, **overlap.launch_options()}
     if n_rows == 1:
         outputs, inputs = vector_tile(N, K, kind)
         grid = (triton.cdiv(N, outputs),)
-        rows.launch(vector_kernel, grid, x, *arguments, OUT=outputs, IN=inputs, STAGES=3, **options)
-        return [y, *taken]
-    tall = min(128, max(16, triton.next_power_of_2(n_rows)))  # rows of a tile
-    options |= {"ROWS": tall, "OUT": 16, "STAGES": 4}
-    options["IN"] = 128 if tall <= 32 else 64  # four stages of x and W fit into shared memory
-    grid = (triton.cdiv(N, 16), triton.cdiv(n_rows, tall))
-    rows.launch(matrix_kernel, grid, x, *arguments, n_rows, **options)
-    return [y, *taken]
+        options |= {"OUT": outputs, "IN": inputs, "STAGES": 3}
+        rows.launch(vector_kernel, grid, x, **arguments, **options)
+    else:
+        tall = min(128, max(16, triton.next_power_of_2(n_rows)))  # rows of a tile
+        options |= {"ROWS": tall, "OUT": 16, "STAGES": 4}
+        options["IN"] = 128 if tall <= 32 else 64  # four stages of x and W fit into shared memory
+        grid = (triton.cdiv(N, 16), triton.cdiv(n_rows, tall))
+        rows.launch(matrix_kernel, grid, x, **arguments, n_rows=n_rows, **options)
+    return [y] if taken is None else [y, taken]

@@ -8,7 +8,7 @@ accumulators of a kernel are.
 kernels/decode/triton_launches.py has the same functions for a GPU.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,30 @@ from ..reference import activate, inverse_rms, statistics_dtype
 
 # Keys and values of a block: (B, H_kv, S, D) each, with room for S tokens.
 Cache = tuple[Tensor, Tensor]
+
+
+class RawHeads(NamedTuple):
+    """What queries, keys and values are made of: the first arguments of `heads`."""
+
+    z: Tensor | None = None  # the product (B, T, (H + 2 H_kv) D)
+    inv_rms: Tensor | None = None  # what it still lacks (`finished`)
+    bias: Tensor | None = None
+    cos: Tensor | None = None  # of rotary positions (positions, D)
+    sin: Tensor | None = None
+    # Of the RMSNorms of queries, keys and values; None: no norm. A gain (D,) is of a norm over each
+    # head, a gain (heads D,) of a norm over all heads.
+    q_gain: Tensor | None = None
+    k_gain: Tensor | None = None
+    v_gain: Tensor | None = None
+    eps: float = 0.0  # of these norms
+
+
+class Reach(NamedTuple):
+    """How a token attends to the cache: the last arguments of `attend`."""
+
+    parts: int = 1  # equal parts of the cache, or of the window, attended to separately
+    scale: float = 0.0  # of the scores; 0: 1 / sqrt(D)
+    window: int = 0  # keys that a query sees, that of its own position included; 0: all before it
 
 
 def finished(z: Tensor, inv_rms: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -66,12 +90,7 @@ def heads(
     """Make queries of z (B, T, (H + 2 H_kv) D), and write keys and values into the cache at pos.
 
     Args:
-        z: the product.
-        inv_rms, bias: what it still lacks (`finished`), or None.
-        cos, sin: of rotary positions (positions, D), or None.
-        q_gain, k_gain, v_gain: of the RMSNorms of queries, keys and values, or None for no norm. A
-            gain (D,) is of a norm over each head, a gain (heads D,) of a norm over all heads.
-        eps: of these norms.
+        z to eps: the fields of RawHeads.
         k_cache, v_cache: (B, H_kv, S, D).
         pos: (T,).
 
@@ -124,13 +143,8 @@ def attend(
 ) -> list[Tensor]:
     """Attend with q (B, H, T, D) to the cache, (B, H_kv, S, D) each, up to its position.
 
-    Several tokens (T > 1) are a prompt, which begins at position 0.
-
-    Args:
-        parts: number of equal parts of the cache, or of the window, that one token attends to
-            separately.
-        scale: of the scores; 0: 1 / sqrt(D).
-        window: keys that a query sees, the one of its own position included; 0: all before it.
+    Several tokens (T > 1) are a prompt, which begins at position 0, in one part. parts, scale and
+    window are the fields of Reach.
 
     Returns:
         [attention (B, T, H D)], or what attend_parts returns, for `combine`.
@@ -219,16 +233,12 @@ def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -
     return a.flatten(1).unsqueeze(1).to(dtype)
 
 
-def heads_attend(*given: Any) -> list[Tensor]:
-    """heads and attend in one launch. It rounds where these two round.
-
-    Args:
-        given: all arguments of `heads`, then parts, scale and window of `attend`.
-    """
-    *made, parts, scale, window = given
-    q = heads(*made)
-    k_cache, v_cache, pos = made[-3:]
-    return attend(q, k_cache, v_cache, pos, parts, scale, window)
+def heads_attend(
+    raw: RawHeads, k_cache: Tensor, v_cache: Tensor, pos: Tensor, reach: Reach
+) -> list[Tensor]:
+    """heads and attend in one launch. It rounds where these two round."""
+    q = heads(*raw, k_cache, v_cache, pos)
+    return attend(q, k_cache, v_cache, pos, *reach)
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:

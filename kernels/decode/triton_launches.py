@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import activation, rows
-from . import attention, project
-from . import reference as decode_reference
+from . import attention, project, reference
 
 
 def add_in_place(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
@@ -52,23 +51,34 @@ def matmul_add_visible(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
     return x + F.linear(a, weight)
 
 
-# Without a kernel of our own: PyTorch's, or what inductor makes of it.
-REFERENCE = vars(decode_reference)
+# A norm, and the library's product, have no kernel of this package: they are PyTorch's, or what
+# inductor makes of them. Of a compiled step so are the other functions of `reference`.
 FUSED = SimpleNamespace(
-    **REFERENCE
-    | {name: getattr(attention, name) for name in ("embed", "heads", "attend", "heads_attend")}
-    | {name: getattr(attention, name) for name in ("combine", "best", "take")}
-    | {"activation": activation.activation, "project": project.project, "matmul_add": add_in_place}
+    embed=attention.embed,
+    norm=reference.norm,
+    heads=attention.heads,
+    attend=attention.attend,
+    heads_attend=attention.heads_attend,
+    combine=attention.combine,
+    best=attention.best,
+    take=attention.take,
+    matmul=reference.matmul,
+    matmul_add=add_in_place,
+    activation=activation.activation,
+    project=project.project,
 )
 COMPILED = SimpleNamespace(
-    **REFERENCE
-    | {
-        "heads": rows.operator(attention.heads, ("k_cache", "v_cache")),
-        "attend": rows.operator(attention.attend),
-        "best": rows.operator(attention.best),
-        "take": rows.operator(attention.take, ("token", "pos", "out")),
-        "project": rows.operator(project.project),
-        "matmul_add": matmul_add,
-    }
+    embed=reference.embed,
+    norm=reference.norm,
+    heads=rows.operator(attention.heads, ("k_cache", "v_cache")),
+    attend=rows.operator(attention.attend),
+    heads_attend=reference.heads_attend,
+    combine=reference.combine,
+    best=rows.operator(attention.best),
+    take=rows.operator(attention.take, ("token", "pos", "out")),
+    matmul=reference.matmul,
+    matmul_add=matmul_add,
+    activation=reference.activation,
+    project=rows.operator(project.project),
 )
 COMPILED_ROW = SimpleNamespace(**vars(COMPILED) | {"matmul_add": matmul_add_visible})

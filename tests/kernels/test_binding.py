@@ -16,6 +16,7 @@ import kernels
 from common.errors import ConfigError, UserError
 from configurator import parse_args
 from kernels import binding, reference
+from kernels.operands import Outputs
 from model import GPTConfig
 
 EPS = 1e-5
@@ -64,21 +65,25 @@ def test_opcheck(name, monkeypatch):
     """Schema, fake implementation, autograd registration and AOT dispatch, static and dynamic
     shapes, of the operators that torch.compile sees.
     """
-    seen, launch = [], binding._launch_backward
-    monkeypatch.setattr(
-        kernels,
-        "implementation",
-        lambda *_: lambda *given: seen.append(given) or binding.Fused.apply(*given),
-    )
-    monkeypatch.setattr(
-        binding, "_launch_backward", lambda *given: seen.append(given) or launch(*given)
-    )
+    forward, backward = [], []
+    launch = binding._launch_backward
+
+    def eager(inputs, settings, mode):
+        forward.append((*inputs, *settings))
+        return Outputs(*binding.Fused.apply(*inputs, settings))
+
+    def recorded(upstream, saved, settings, gains):
+        backward.append((*upstream, *saved, *settings, gains))
+        return launch(upstream, saved, settings, gains)
+
+    monkeypatch.setattr(kernels, "apply", eager)
+    monkeypatch.setattr(binding, "_launch_backward", recorded)
     t = inputs_of(name, plain_case(10, 3))
     outputs = OPERATORS[name][1](t)
     torch.autograd.grad(sum(output.sin().sum() for output in outputs), leaves(t))
     monkeypatch.setattr(binding, "_launch_backward", launch)
-    torch.library.opcheck(binding.fused, seen[0])
-    for given in seen[1:]:
+    torch.library.opcheck(binding.fused, forward[0])
+    for given in backward:
         plain = [v.detach() if isinstance(v, torch.Tensor) else v for v in given]
         torch.library.opcheck(binding.fused_backward, tuple(plain))
         torch.library.opcheck(binding.fused_backward, (*plain[:-1], False))
@@ -183,11 +188,10 @@ def test_the_boundary_compiles_to_one_graph_with_the_same_gradients(stream, kind
 
 def test_auto_is_plain_pytorch_on_a_cpu_and_float64_always():
     x = draw(3, 8, dtype=torch.float32)
-    given, wide = kernels.Inputs(x, kind="rms"), kernels.Inputs(x.double(), kind="rms")
-    assert kernels.implementation(given) is kernels.implementation(given, "torch") is kernels.plain
-    assert kernels.implementation(wide, "triton") is kernels.plain
+    assert not kernels.takes_kernel(x, "auto") and not kernels.takes_kernel(x, "torch")
+    assert not kernels.takes_kernel(x.double(), "triton")
     if binding.INTERPRETED:
-        assert kernels.implementation(given, "triton").__self__ is binding.Fused
+        assert kernels.takes_kernel(x, "triton")
     with pytest.raises(ConfigError, match="kernels"):
         parse_args(GPTConfig, ["--kernels=cuda"])
 

@@ -21,6 +21,7 @@ from kernels.decode import overlap
 from kernels.decode import project as decode_project
 from kernels.decode import reference as decode_reference
 from kernels.decode import triton_launches as decode_triton
+from kernels.decode.reference import RawHeads, Reach
 from kernels.reference import GATED, KINDS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -165,7 +166,8 @@ def test_heads_and_attention(B, G, D, words, dtype, at, parts, window):
     rope = (angle.cos(), angle.sin()) if "rope" in words else (None, None)
     inv_rms = tensor(B, 1, 1, seed=6).abs() + 0.5 if "epilogue" in words else None
     bias = tensor(z.shape[-1], seed=5, dtype=dtype) if "bias" in words else None
-    made = (z, inv_rms, bias, *rope, *gains_of(words, H, G, D, dtype, 3), 1e-6)
+    made = RawHeads(z, inv_rms, bias, *rope, *gains_of(words, H, G, D, dtype, 3), 1e-6)
+    reach = Reach(parts, scale, window)
     before = [tensor(B, G, length, D, seed=seed, dtype=dtype) for seed in (7, 8)]
     full = [part.clone() for part in before]
     q = decode_reference.heads(*made, *full, pos)
@@ -180,13 +182,13 @@ def test_heads_and_attention(B, G, D, words, dtype, at, parts, window):
         for at_once in (False, True):
             cache = [part.clone() for part in old]
             if at_once:
-                found = of.heads_attend(*made, *cache, pos, parts, scale, window)
+                found = of.heads_attend(made, *cache, pos, reach)
             else:
                 near(of.heads(*made, *cache, pos), q)
-                found = of.attend(q, *cache, pos, parts, scale, window)
+                found = of.attend(q, *cache, pos, *reach)
             near(found[0] if parts == 1 else of.combine(*found, dtype), exact)
             if parts > 1:  # the same parts, whoever computes them
-                plain = decode_reference.attend(q, *full, pos, parts, scale, window)
+                plain = decode_reference.attend(q, *full, pos, *reach)
                 for a, b in zip(found, plain, strict=True):
                     assert torch.equal(a.isfinite(), b.isfinite())
                     near(a.where(a.isfinite(), 0), b.where(b.isfinite(), 0))

@@ -45,6 +45,8 @@ TOLERANCE = {
     torch.bfloat16: 2.5e-3,
 }
 THREADS = rows.THREADS
+WARP_ROW = rows.WARP_ROW
+SUM_COLUMNS = rows.SUM_COLUMNS
 GUARD = 64  # elements on either side of every output, which must stay as they are
 
 
@@ -126,6 +128,9 @@ def poisoned(monkeypatch):
     # the interpreter's time is for programs, not for elements: fewer and taller tiles
     if not ON_GPU:
         monkeypatch.setattr(rows, "THREADS", 2048)
+        monkeypatch.setattr(rows, "WARP_ROW", 0)
+        monkeypatch.setattr(rows, "SUM_COLUMNS", 1024)
+        monkeypatch.setattr(rows, "SUM_ROWS", 16)
     yield
     check_guards()
 
@@ -231,8 +236,30 @@ def test_frozen_gains_and_biases_leave_the_other_gradients(name):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_tiles_of_the_size_a_gpu_gets(name, monkeypatch):
     monkeypatch.setattr(rows, "THREADS", THREADS)
-    for C, rows_of in ((96, 33), (4097, 5)):
+    monkeypatch.setattr(rows, "WARP_ROW", WARP_ROW)
+    for C, rows_of in ((96, 33), (600, 3), (2500, 3), (4097, 3)):
         check_case(name, plain_case(C, rows_of))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_gradients_of_gains_and_biases_are_summed_by_one_launch(dtype, monkeypatch):
+    """Of more programs than its tile has rows, in tiles of the width that a GPU gets."""
+    launched, launch = [], rows.launch
+
+    def recorded(kernel, *args, **arguments):
+        launched.append(kernel.fn.__name__)
+        launch(kernel, *args, **arguments)
+
+    monkeypatch.setattr(rows, "launch", recorded)
+    monkeypatch.setattr(rows, "THREADS", 64)
+    monkeypatch.setattr(rows, "SUM_COLUMNS", SUM_COLUMNS)
+    monkeypatch.setattr(rows, "SUM_ROWS", 4)
+    monkeypatch.setattr(rows, "LEAST", 1)
+    monkeypatch.setattr(rows, "programs", lambda *_: 1000)
+    for name in ("layer", "norm_add_norm", "taper"):
+        launched.clear()
+        check_case(name, plain_case(17, 33, dtype=dtype))
+        assert launched == ["forward_kernel", "backward_kernel", "sum_kernel"]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -250,6 +277,21 @@ def test_identical_bits_on_repeat(name):
     first, second = (run(name, inputs_of(name, case), case) for _ in range(2))
     for a, b in zip(first[0] + first[1], second[0] + second[1], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_row_has_the_same_bits_however_many_rows_there_are(name, monkeypatch):
+    """In tiles of the size that a GPU gets: the forward pass of nine rows, and of some of them."""
+    monkeypatch.setattr(rows, "THREADS", THREADS)
+    monkeypatch.setattr(rows, "WARP_ROW", WARP_ROW)
+    for C in (96, 1000):
+        t = inputs_of(name, plain_case(C, 9, dtype=torch.bfloat16))
+        of_all = OPERATORS[name][1](t)
+        for part in (slice(4, 5), slice(1, 8)):
+            some = {"x": t.x[part], "s": t.s[part], "a": None if t.a is None else t.a[part]}
+            of_some = OPERATORS[name][1](SimpleNamespace(**vars(t) | some))
+            for whole, piece in zip(of_all, of_some, strict=True):
+                assert torch.equal(whole[part], piece), (C, part)
 
 
 def test_exact_gelu_and_its_slope_against_float64():
@@ -277,17 +319,20 @@ def test_a_backward_kernel_gets_the_programs_that_its_registers_let_in(
     the tensors' own device.
     """
     assert rows.resident(registers, warps, 65536) == expected
-    given, constants = (torch.bfloat16, None, 16), (("C", 768), ("num_warps", warps))
+    # Arguments come in any order; the kernel's own counts.
+    given = {"n_rows": 16, "X": torch.bfloat16, "W": None}
+    constants = (("C", 768), ("num_warps", warps))
     compiled = SimpleNamespace(n_regs=registers, _init_handles=lambda: None)
 
     def warmup(*signature, grid, **others):
-        assert signature == given and others == dict(constants) and current == [place]
+        assert signature == (torch.bfloat16, None, 16) and others == dict(constants)
+        assert current == [place]
         return compiled
 
     device = SimpleNamespace(regs_per_multiprocessor=65536, multi_processor_count=132)
     place, current = torch.device("cuda", 1), []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr(torch.cuda, "device", lambda own: nullcontext(current.append(own)))
-    kernel = SimpleNamespace(warmup=warmup)
-    found = rows.programs.__wrapped__(kernel, given, constants, place)
+    kernel = SimpleNamespace(warmup=warmup, arg_names=["X", "W", "n_rows", "C"])
+    found = rows.programs.__wrapped__(kernel, tuple(given.items()), constants, place)
     assert found == 132 * expected
