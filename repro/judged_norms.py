@@ -32,25 +32,29 @@ HEADER = (
 )
 
 
-def check_file(name: str, record: Record) -> None:
-    """Raise UserError unless the norm file of a study is there, as it was trained."""
+def check_file(path: Path, record: Record) -> None:
+    """Raise UserError unless `path` is the norm file of a study, as it was trained."""
     declared = record.declaration.norm_sha256
     if not declared:
         return
-    path = FILES / f"{name}.py"
     found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no such file"
     if found != declared:
         raise UserError(f"{path}: {found}, and the study declared the SHA-256 {declared}")
 
 
-def table(studies: Path = STUDIES) -> str:
-    """Return the table: a row for each arm of each study. Raises UserError."""
+def table(studies: Path, files: Path) -> str:
+    """Return the table: a row for each arm of each study. Raises UserError.
+
+    Args:
+        studies: a folder for each.
+        files: folder of the norm files.
+    """
     rows = []
     for folder in sorted(path for path in studies.iterdir() if path.is_dir()):
         record = read_record(folder)
         if record is None:
             raise UserError(f"{folder}: no judge.json in it: it declares the study")
-        check_file(folder.name, record)
+        check_file(files / f"{folder.name}.py", record)
         outcome = read_outcome(folder, record)
         link = f"[{folder.name}](../results/judged/{folder.name})"
         rows += [[*row_cells(outcome, judged), link] for judged in record.arms[1:]]
@@ -67,7 +71,7 @@ def page_with(text: str, found: str) -> str:
 
 def main(argv: list[str]) -> None:
     """Write the table."""
-    text = page_with(PAGE.read_text(encoding="utf-8"), table())
+    text = page_with(PAGE.read_text(encoding="utf-8"), table(STUDIES, FILES))
     write_bytes_atomically(PAGE, text.encode())
 
 

@@ -24,9 +24,10 @@ from common.stats import ALPHA, decide, paired
 from evidence.comparison import with_error
 from norm_plan import NORMS, keys_of
 from norm_types import NORM_TYPES
+from repro import judged_norms
 from study.checks import as_logged, data_of, parse
 from study.declaration import read_record
-from study.norm_check import Finding
+from study.norm_check import Finding, Size
 from study.rates import Screen, noise, rate_error, vertex
 from study.stages import Stopped
 
@@ -81,6 +82,8 @@ class World:
         monkeypatch.setenv("FAKE_LOSSES", str(folder / "plan.json"))
         monkeypatch.setattr(study.prepare, "check_arm", lambda *_: [Finding("rows", True, "0")])
         monkeypatch.setattr(study.prepare, "time_arm", lambda *_: 60.0)
+        # Counting bytes compiles a model.
+        monkeypatch.setattr(study.prepare, "size_of", lambda _: Size(36000, 5120.0, ""))
 
     def start_of(self, norm_type: str) -> dict:
         """The start event of a run of this norm type."""
@@ -194,6 +197,28 @@ def test_the_page_is_made_again_also_from_archives(world):
     assert world.report() == whole and world.trained() == runs
     with pytest.raises(ConfigError, match="no study is there"):
         judge.main([f"--out={world.folder / 'none'}"])
+
+
+def test_a_kept_study_is_a_row_of_the_table_of_judged_norms(world):
+    """The norm's file must be the text that was trained."""
+    world.judge("rms MeanAbs", "--seeds=4", f"--keep={world.folder / 'studies/mine'}")
+    files = world.folder / "files"
+    files.mkdir()
+    with pytest.raises(UserError, match=r"mine\.py: no such file"):
+        judged_norms.table(world.folder / "studies", files)
+    (files / "mine.py").write_text(MEAN_ABS + "\n")
+    with pytest.raises(UserError, match="the study declared the SHA-256"):
+        judged_norms.table(world.folder / "studies", files)
+    (files / "mine.py").write_text(MEAN_ABS)
+    _, _, written, matched = judged_norms.table(world.folder / "studies", files).splitlines()
+    assert re.match(r"\| `MeanAbs` \| `rms` \| 2 x 32, .* \| \+0\.1.* \| 4 \| worse \|", written)
+    assert "no difference shown" in matched and "[mine](../results/judged/mine)" in matched
+
+
+def test_the_table_of_judged_norms_is_that_of_the_archives():
+    text = judged_norms.PAGE.read_text()
+    found = judged_norms.table(judged_norms.STUDIES, judged_norms.FILES)
+    assert judged_norms.page_with(text, found) == text
 
 
 def test_a_run_that_is_lost_is_made_again(world):
