@@ -46,7 +46,7 @@ def check_file(name: str, record: Record) -> None:
 def table(studies: Path = STUDIES) -> str:
     """Return the table: a row for each arm of each study. Raises UserError."""
     rows = []
-    for folder in sorted(path for path in studies.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in studies.glob("*") if path.is_dir()):
         record = read_record(folder)
         if record is None:
             raise UserError(f"{folder}: no judge.json in it: it declares the study")
