@@ -26,7 +26,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from common.errors import ConfigError, run_program
+from common.errors import ConfigError, UserError, run_program
 from common.norm_file import default_norm_file, split_norm_file
 from common.output import writing
 from configurator import key, parse_args
@@ -143,16 +143,15 @@ def main(argv: list[str]) -> int:
         return page_again(out, config.keep)
     _, norm_file = split_norm_file(others, default_norm_file())
     asked = read_asked(config.arms, pin_norm_file(others), norm_file, config.first_seed, out)
-    if config.dry_run:
-        for line in plan_lines(record_for(config, asked, argv)):
-            say(line)
-        say("dry run: nothing was declared or trained for the study")
-        return 0
     with writing(out), locked(out):  # another worker waits, and finds what this one declares
         record = record_for(config, asked, argv)
-        write_record(out, record)
+        if not config.dry_run:
+            write_record(out, record)
     for line in plan_lines(record):
         say(line)
+    if config.dry_run:
+        say("dry run: nothing was declared or trained for the study")
+        return 0
     training = training_of(config, asked, record.declaration.study)
     try:
         screen_arms(out, record, training)
@@ -181,6 +180,9 @@ def tell(out: Path, record: Record, keep: str) -> None:
     page = write_page(out, outcome)
     say(f"\n{outcome.sentence()}\n\nwrote {page}, and report.md beside it")
     if keep:
+        there = read_record(Path(keep))
+        if there and there.declaration != record.declaration:
+            raise UserError(f"keep={keep}: another study is kept there: name another folder")
         keep_study(out, Path(keep))
         write_record(Path(keep), record)
         say(f"kept the study in {keep}")

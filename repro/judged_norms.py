@@ -50,7 +50,7 @@ def table(studies: Path, files: Path) -> str:
         files: folder of the norm files.
     """
     rows = []
-    for folder in sorted(path for path in studies.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in studies.glob("*") if path.is_dir()):
         record = read_record(folder)
         if record is None:
             raise UserError(f"{folder}: no judge.json in it: it declares the study")

@@ -7,7 +7,9 @@ OUT/verdict/ARM-SEED                       or in OUT/verdict.tar.xz
 import math
 from pathlib import Path
 
+from common.code_digest import SHORT, shortened
 from common.errors import UserError
+from common.fingerprint import data_difference
 from common.output import writing
 from evidence.archive import SUFFIX, by_run, read, write
 from evidence.runs import Run
@@ -17,6 +19,7 @@ from .rates import FIRST, MOST, SECOND, Screen
 from .workers import state_by_log, state_of
 
 SCREENING, JUDGED = "rates", "verdict"  # stages that train
+AGAIN = "remove its folder, and it is trained again"
 OCTAVES = range(-MOST - 1, MOST + 2)  # of which a screening may have runs
 
 Finished = dict[str, Run]  # name of a run -> it
@@ -62,8 +65,26 @@ def final_loss(run: Run) -> float:
     if not problem and "val_loss_full" not in run.whole_split:
         problem = "no loss over the whole val split after its last step"
     if problem:
-        raise UserError(f"{run.name}: {problem}: remove its folder, and it is trained again")
+        raise UserError(f"{run.name}: {problem}: {AGAIN}")
     return run.whole_split["val_loss_full"]
+
+
+def mismatch(run: Run, record: Record, seed: int, rate: float) -> str:
+    """Say why a run of the study's name is not one of it; "" if it is.
+
+    Args:
+        seed, rate: that it should have.
+    """
+    declared = record.declaration
+    wanted = {"study": declared.study, "seed": seed, "learning_rate": rate}
+    for key, value in wanted.items():
+        if (there := run.config.get(key)) != value:
+            return f"{key}={there}, and the study's is {value}"
+    if run.codes and not run.codes & shortened({declared.code}):
+        return f"code {run.start['code'][:SHORT]}, and the study's is {declared.code[:SHORT]}"
+    if data_difference(declared.data, data := str(run.start.get("data"))):
+        return f"data: {data}, and the study's are {declared.data}"
+    return ""
 
 
 def rate_at(record: Record, octave: float) -> float:
@@ -92,8 +113,16 @@ def screening_runs(runs: Finished, record: Record, judged: JudgedArm) -> dict[in
 
 
 def screen_of(runs: Finished, record: Record, judged: JudgedArm) -> Screen:
-    """Return what an arm's screening says so far. Raises UserError for a run without a loss."""
+    """Return what an arm's screening says so far.
+
+    Raises UserError for a run without a loss, or of another study.
+    """
     its = screening_runs(runs, record, judged)
+    for octave, seeds in its.items():
+        for which, run in seeds.items():
+            seed = record.declaration.screen_seeds[which]
+            if why := mismatch(run, record, seed, rate_at(record, octave)):
+                raise UserError(f"{run.name}: {why}: {AGAIN}")
     return Screen(
         {
             octave: {which: final_loss(run) for which, run in seeds.items()}

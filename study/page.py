@@ -1,13 +1,13 @@
 """The page of a study: report.html and report.md, from judge.json and run folders alone."""
 
-import html
 import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from common.output import check_replaceable, markdown, write_bytes_atomically, writing
+from common.errors import printable
+from common.output import check_replaceable, code, markdown, prose, write_bytes_atomically, writing
 from evidence import page
 from evidence.comparison import Comparison
 from evidence.names import short_name
@@ -28,7 +28,9 @@ seeds. A difference is the arm's loss minus the baseline's at the same seed, ove
 val split after the last step, nats per token. The interval is a paired t interval at the level of
 Holm's step for that arm. Its standard error counts the seeds, and what the screenings leave open in
 both rates: the root mean square of what a wrong rate costs, simulated for a parabola as steep as
-the measured one and runs as noisy. Intervals cover other seeds, not other texts, sizes or lengths.
+the measured one and runs as noisy. Where a neighbour of the best rate diverged, a third of the rise
+on its other side is counted, for a better rate may lie nearer to the divergence. Intervals cover
+other seeds, not other texts, sizes or lengths.
 In tokens: how many more tokens the baseline would need for the arm's loss, by the slope of its loss
 over the logarithm of tokens in the later half of its runs; the decay of the learning rate is in
 that slope, so the share is a lower estimate."""
@@ -190,8 +192,8 @@ def row_cells(outcome: Outcome, judged: JudgedArm) -> list[str]:
     tokens = first.config["max_iters"] * first.start["tokens_per_step"]
     settings = outcome.record.declaration.settings
     cells = [
-        f"`{escaped(judged.text)}`",
-        f"`{escaped(outcome.record.baseline.text)}`",
+        code(judged.text),
+        code(outcome.record.baseline.text),
         f"{settings['n_layer']} x {settings['n_embd']}, {tokens / 1e6:.1f} M",
     ]
     if row is None or row.no_verdict:
@@ -251,22 +253,24 @@ def next_command(outcome: Outcome) -> str:
     kept = [
         word
         for word in record.command
-        if not word.startswith(("--seeds=", "--first_seed=", "--out=", "--hours=", "--dry_run"))
+        if not word.startswith(
+            ("--seeds=", "--first_seed=", "--out=", "--hours=", "--dry_run", "--keep=")
+        )
     ]
     words = [*kept, f"--first_seed={first}", f"--seeds={seeds}", f"--out={outcome.out}-2"]
-    return f"python judge.py {shlex.join(words)}"
+    return printable(f"python judge.py {shlex.join(words)}")
 
 
 def declaration_lines(outcome: Outcome) -> list[str]:
     """Say what was declared, when, and by which digests."""
     record = outcome.record
     declared = record.declaration
-    arms = ", ".join(f"`{judged.text}`" for judged in declared.arms)
+    arms = ", ".join(f"{judged.text}" for judged in declared.arms)
     lines = [
         f"Declared {record.day}, before the first run: {arms}; {record.seeds} seeds from "
         f"{declared.first_seed} ({record.seeds_from}); rates by the seeds "
-        f"{declared.screen_seeds[0]} and {declared.screen_seeds[1]}. Study: `{declared.study}`.",
-        f"Code {declared.code[:16]}; data `{declared.data}`"
+        f"{declared.screen_seeds[0]} and {declared.screen_seeds[1]}. Study: {declared.study}.",
+        f"Code {declared.code[:16]}; data {declared.data}"
         + (
             f"; norm file {record.norm_file_name}, SHA-256 {declared.norm_sha256}."
             if declared.norm_sha256
@@ -276,7 +280,7 @@ def declaration_lines(outcome: Outcome) -> list[str]:
     ]
     lines += [
         f"After the verdict, {later.day}: "
-        + ", ".join(f"`{judged.text}`" for judged in later.arms)
+        + ", ".join(f"{judged.text}" for judged in later.arms)
         + "; each tested alone."
         for later in record.later
     ]
@@ -312,8 +316,8 @@ def settings_line(outcome: Outcome) -> str:
 
 def markdown_of(outcome: Outcome) -> str:
     """Return report.md."""
-    parts = [f"# Judged: {title(outcome)}", f"**{escaped(outcome.sentence())}**"]
-    parts += map(escaped, (header(outcome), *about_start(outcome), *about_power(outcome)))
+    parts = [f"# Judged: {prose(title(outcome))}", f"**{prose(outcome.sentence())}**"]
+    parts += map(prose, (header(outcome), *about_start(outcome), *about_power(outcome)))
     sections = {
         "Verdicts": verdicts(outcome),
         "Arms": settings_of_arms(outcome),
@@ -323,30 +327,25 @@ def markdown_of(outcome: Outcome) -> str:
     }
     for name, table in sections.items():
         if table.rows:
-            cells = [[escaped(str(cell)) for cell in row] for row in table.rows]
-            parts += [f"## {name}", markdown(map(escaped, table.header), cells)]
+            cells = [[prose(str(cell)) for cell in row] for row in table.rows]
+            parts += [f"## {name}", markdown(map(prose, table.header), cells)]
     parts += ["## Methods", METHODS, "## Declaration"]
-    parts.append("\n".join(f"- {escaped(line)}" for line in declaration_lines(outcome)))
-    parts += [f"Shared settings: {escaped(settings_line(outcome))}.", "## Next"]
+    parts.append("\n".join(f"- {prose(line)}" for line in declaration_lines(outcome)))
+    parts += [f"Shared settings: {prose(settings_line(outcome))}.", "## Next"]
     parts.append(f"With new seeds:\n\n    {next_command(outcome)}")
     if outcome.arms.get(outcome.baseline):
         rows = (row_cells(outcome, judged) for judged in outcome.record.arms[1:])
         text = "\n".join(f"    | {' | '.join(cells)} |" for cells in rows)
         parts.append(f"For the table of judged norms (CONTRIBUTING.md):\n\n{text}")
     if outcome.left_out:
-        parts += ["## Left out", "\n".join(f"- {escaped(line)}" for line in outcome.left_out)]
+        parts += ["## Left out", "\n".join(f"- {prose(line)}" for line in outcome.left_out)]
     return "\n\n".join(parts) + "\n"
-
-
-def escaped(text: str) -> str:
-    """Keep a name from being markup of a page that is made from Markdown."""
-    return html.escape(text, quote=False).replace("|", "\\|")
 
 
 def title(outcome: Outcome) -> str:
     """Return which arms are judged against which."""
     names = ", ".join(short_name(label(judged)) for judged in outcome.record.arms[1:])
-    return escaped(f"{names} against {short_name(outcome.baseline)}")
+    return f"{names} against {short_name(outcome.baseline)}"
 
 
 def rates_picture(outcome: Outcome) -> page.Html:
@@ -402,12 +401,7 @@ def html_of(outcome: Outcome) -> bytes:
     }
     if outcome.left_out:
         sections["Left out"] = page.joined(page.element("p", line) for line in outcome.left_out)
-    return page.write_page(f"Judged: {plain_title(outcome)}", header(outcome), arms, sections)
-
-
-def plain_title(outcome: Outcome) -> str:
-    """Return which arms are judged, for a page that escapes by itself."""
-    return html.unescape(title(outcome).replace("\\|", "|"))
+    return page.write_page(f"Judged: {title(outcome)}", header(outcome), arms, sections)
 
 
 def table_of(table: Table) -> page.Html:

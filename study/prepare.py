@@ -1,7 +1,7 @@
 """What a study does before its first run: check, match starts, time some steps, declare."""
 
-import json
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from common.code_digest import code_digest
 from common.errors import ConfigError, UserError
 from common.norm_file import PIN, NormFile
+from common.output import parse_json
 from data.shards import Shards, find_shards
+from evidence.archive import SUFFIX, read
 from evidence.runs import NAMES
 from norm_types import NORM_TYPES
 from training.config import TrainConfig
@@ -127,24 +129,28 @@ def declare(asked: Asked, arms: tuple[JudgedArm, ...]) -> Declaration:
 
 
 def studies_in(out: Path) -> set[str]:
-    """Return the key `study` of the runs in a folder."""
-    found = set()
-    for path in (*out.glob(f"{SCREENING}/*/config.json"), *out.glob(f"{JUDGED}/*/config.json")):
-        try:
-            found.add(str(json.loads(path.read_bytes())["study"]))
-        except (OSError, ValueError, LookupError, TypeError):
-            continue  # train.py says what is wrong
-    return found
+    """Return the key `study` of the runs of a study's folder."""
+    return {str(its["study"]) for its in configs_in(out, SCREENING, JUDGED) if "study" in its}
 
 
 def planned_in(out: Path) -> int:
     """Return how many seeds the judged runs in a folder were planned with; 0 without any."""
-    for path in out.glob(f"{JUDGED}/*/config.json"):
-        try:
-            return int(json.loads(path.read_bytes())["planned_seeds"])
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-    return 0
+    return next((int(its.get("planned_seeds", 0)) for its in configs_in(out, JUDGED)), 0)
+
+
+def configs_in(out: Path, *stages: str) -> Iterator[dict[str, Any]]:
+    """Yield the settings of the runs of stages: in run folders, and in archives of these."""
+    for stage in stages:
+        archived = read(out / f"{stage}{SUFFIX}")
+        texts = [text for name, text in archived.items() if name.endswith("/config.json")]
+        for path in out.glob(f"{stage}/*/config.json"):
+            with contextlib.suppress(OSError):  # another worker may move a run away
+                texts.append(path.read_bytes())
+        for text in texts:
+            with contextlib.suppress(ValueError):  # train.py says what is wrong
+                its = parse_json(text)
+                if isinstance(its, dict):
+                    yield its
 
 
 # --------------------------------------------------------------------------------- before the runs
@@ -227,7 +233,8 @@ def prepare(
     baseline = asked.arms[0]
     found = {text: prepare_arm(asked, text, baseline, command, out, say) for text in asked.arms}
     for matched in [its.matched for its in found.values() if its.matched]:
-        found[matched.text] = found[matched.matches]._replace(checks=[], starts=[])
+        # Unless somebody has named that arm too, which then has checks of its own.
+        found.setdefault(matched.text, found[matched.matches]._replace(checks=[], starts=[]))
     failed = [text for text, its in found.items() if not all(ok for _, ok, _ in its.checks)]
     if failed and not choices.anyway:
         raise UserError(
@@ -352,7 +359,7 @@ def go_on(
     if not new:
         return record
     found = {text: prepare_arm(asked, text, own[0], command, out, say) for text in new}
-    arms = with_matched(new, found)
+    arms = tuple(judged for judged in with_matched(new, found) if judged.text not in known)
     for judged in arms:
         its = found[judged.matches or judged.text]
         record.checks[judged.text] = [] if judged.matches else its.checks

@@ -112,6 +112,16 @@ class Screen:
         low, middle, high = (self.at(self.best + offset) for offset in (-1, 0, 1))
         return (low + high) / 2 - middle
 
+    @property
+    def cost_beside_divergence(self) -> float:
+        """Return what the chosen rate costs at most, nats, where one neighbour diverged.
+
+        It is the best one that was run, and a better one may lie between it and the divergence. At
+        the divergence itself, a parabola costs a third of its rise on the other side.
+        """
+        rises = [self.at(self.best + offset) - self.at(self.best) for offset in (-1, 1)]
+        return min(rises) / 3 if math.isfinite(min(rises)) else 0.0
+
     def squared_noise(self) -> tuple[float, int]:
         """Return the sum of squares that rates and seeds leave unexplained, and its degrees.
 

@@ -129,7 +129,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     waiting = ""
     while left := not_over(runs, folder):
-        sweep = Sweep(job, left, set(), runs_in(folder))
+        sweep = Sweep(job, left, set(), lambda: runs_in(folder))
         code = sweep.run(training.jobs)
         if code == STOPPED:
             raise Stopped

@@ -18,14 +18,25 @@ from evidence.comparison import (
     lack_of_verdict,
     like_baseline,
     pair_by_seed,
+    with_error,
 )
 from evidence.names import short_name
 
 from .declaration import JudgedArm, Record
-from .finished import JUDGED, SCREENING, chosen_rate, finished, judged_runs, screen_of
-from .rates import Screen, noise, rate_error
+from .finished import (
+    AGAIN,
+    JUDGED,
+    SCREENING,
+    chosen_rate,
+    finished,
+    judged_runs,
+    mismatch,
+    screen_of,
+)
+from .rates import Screen, noise, rate_error, worst_rate_error
 
 DECIDING = "val_loss_full"
+NOT_OVER = "its screening is not over"
 NOT_SETTLED = "its learning rate is not settled: the best one is the last that may be tried"
 
 
@@ -103,15 +114,17 @@ class Outcome:
             names = label(written), label(judged)
             losses = [losses_of(self.pairs.get(name, [])) for name in names]
             seeds = sorted(losses[0].keys() & losses[1].keys())
-            if len(seeds) >= 2:
+            if len(seeds) >= 2 and not any(map(self.no_verdict.get, names)):
                 differences = np.array([losses[0][seed] - losses[1][seed] for seed in seeds])
-                found.append(Explained(*names, paired(differences)))
+                error = math.hypot(*(self.rate_errors[name] for name in names))
+                found.append(Explained(*names, with_error(paired(differences), error)))
         return found
 
     def sentence(self) -> str:
         """Say in one sentence, or one for each arm, what is shown."""
         if self.rates[self.baseline] is None:
-            return f"No verdict: of {self.baseline}, {NOT_SETTLED}."
+            why = self.no_verdict[self.baseline]
+            return f"No verdict: of {short_name(self.baseline)}, {why}."
         return " ".join(self.sentence_of(label(judged)) for judged in self.record.arms[1:])
 
     def sentence_of(self, arm: str) -> str:
@@ -157,18 +170,26 @@ def read_outcome(out: Path, record: Record) -> Outcome:
     names = {label(judged): judged for judged in record.arms}
     screened, judged_all = finished(out, SCREENING), finished(out, JUDGED)
     screens = {name: screen_of(screened, record, judged) for name, judged in names.items()}
-    arms = {name: judged_runs(judged_all, record, judged) for name, judged in names.items()}
-    arms = {name: runs for name, runs in arms.items() if runs}
+    rates = {name: chosen_rate(record, screen) for name, screen in screens.items()}
+    no_rate = {
+        name: NOT_SETTLED if screens[name].is_over else NOT_OVER
+        for name, rate in rates.items()
+        if rate is None
+    }
+    arms: Arms = {}
+    others: list[str] = []  # lines about runs that are not of this study, or not at the rate
+    # Without its rate, nothing tells whether an arm's runs were made at it, nor the rate's error.
+    for name in names.keys() - no_rate.keys():
+        for seed, run in judged_runs(judged_all, record, names[name]).items():
+            if why := mismatch(run, record, seed, rates[name]):
+                others.append(f"{name}, seed {seed}: not paired: {why}: {AGAIN}")
+            else:
+                arms.setdefault(name, {})[seed] = run
+    arms = {name: arms[name] for name in names if name in arms}
     errors = {name: rate_error_of(screen, screens) for name, screen in screens.items()}
     compared = Compared({}, [], {}, [])
     if label(record.baseline) in arms:
         compared = compare_families(record, arms, errors)
-    rates = {name: chosen_rate(record, screen) for name, screen in screens.items()}
-    no_rate = {
-        name: NOT_SETTLED if screens[name].is_over else "its screening is not over"
-        for name, rate in rates.items()
-        if rate is None
-    }
     return Outcome(
         out=out,
         record=record,
@@ -179,7 +200,7 @@ def read_outcome(out: Path, record: Record) -> Outcome:
         pairs=compared.pairs,
         rows=compared.rows,
         no_verdict=compared.no_verdict | no_rate,
-        left_out=compared.left_out,
+        left_out=[*sorted(others), *compared.left_out],
     )
 
 
@@ -187,7 +208,10 @@ def rate_error_of(screen: Screen, screens: dict[str, Screen]) -> float:
     """Return the standard error that a screening leaves in an arm's loss, nats; 0 if not over."""
     if screen.choice() is None:
         return 0.0
-    return rate_error(screen.bend, noise([*screens.values()]) or 0.0)
+    sd = noise([*screens.values()]) or 0.0
+    if math.isfinite(screen.bend):
+        return rate_error(screen.bend, sd)
+    return math.hypot(screen.cost_beside_divergence, worst_rate_error() * sd)
 
 
 class Compared(NamedTuple):
@@ -207,6 +231,10 @@ def compare_families(record: Record, arms: Arms, errors: dict[str, float]) -> Co
         errors: arm -> standard error that its screening leaves, nats.
     """
     baseline = label(record.baseline)
+    bases = [*arms[baseline].values()]
+    if all(run.problem() for run in bases):
+        why = f"of {baseline}, no run can be compared: {bases[0].problem()}"
+        return Compared({}, [], {label(judged): why for judged in record.arms[1:]}, [])
     pairs, left_out = pair_by_seed(arms, baseline)
     diverged = diverged_arms(like_baseline(arms, baseline))
     found = Compared(pairs, [], {}, left_out)

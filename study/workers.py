@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -91,13 +92,18 @@ def machine_of(place: dict[str, Any]) -> str:
 
 
 def trained_on(folder: Path) -> str:
-    """Return the kind of device on which the run in a folder was begun; "" if that is not known."""
+    """Return the kind of device on which the run in a folder was begun; "" if that is not known.
+
+    A process that has not begun its log yet is told by the claim.
+    """
     try:
         with open(folder / "log.jsonl", "rb") as file:
             place = json.loads(file.readline())
     except (OSError, ValueError, RecursionError):
-        return ""
-    return machine_of(place) if isinstance(place, dict) and "device" in place else ""
+        place = None
+    if isinstance(place, dict) and "device" in place:
+        return machine_of(place)
+    return (folder / "claim").read_text() if is_claimed(folder) else ""
 
 
 class Sweep:
@@ -108,7 +114,8 @@ class Sweep:
     Args:
         runs: all of them, in order.
         kept: names of runs that are over, and in the archive already.
-        peers: all runs in the folder that are compared with one another; without, `runs`.
+        peers: returns all runs in the folder that are compared with one another, as others may
+            have begun some since; without, `runs`.
     """
 
     def __init__(
@@ -116,12 +123,12 @@ class Sweep:
         job: Job,
         runs: list[PlannedRun],
         kept: set[str],
-        peers: list[PlannedRun] | None = None,
+        peers: Callable[[], list[PlannedRun]] | None = None,
     ):
         self.job = job
         self.runs = runs
         self.kept = kept
-        self.peers = runs if peers is None else peers
+        self.peers = peers or (lambda: runs)
         # A second signal may come while the first one's handler holds it.
         self.lock = threading.RLock()
         self.said: set[str] = set()  # runs that a line was printed of
@@ -176,58 +183,69 @@ class Sweep:
 
     def train(self, worker: int, run: PlannedRun, label: str) -> bool:
         """Train a run. Returns False if another worker has it."""
-        folder = self.job.out / run.name
-        if self.belongs_elsewhere(run):
+        claim = self.claim(run)
+        if claim is None:
             with self.lock:
                 self.elsewhere.add(run.name)
             return False
-        folder.mkdir(parents=True, exist_ok=True)
-        output = folder / "train.txt"
+        output = self.job.out / run.name / "train.txt"
         began = time.monotonic()
-        with open(folder / "claim", "a") as claim, open(output, "ab") as file:
-            if not is_claimed_by_us(claim) or state_of(folder).is_over:
-                with self.lock:
-                    self.elsewhere.add(run.name)
+        with claim, open(output, "ab") as file, self.lock:
+            if self.stopped.is_set():
                 return False
-            with self.lock:
-                if self.stopped.is_set():
-                    return False
-                self.began.add(run.name)
-                start = file.tell()  # below what earlier attempts printed
-                self.shown[worker] = label, output
-                self.children[worker] = child = self.start(worker, run, claim, file)
+            self.began.add(run.name)
+            start = file.tell()  # below what earlier attempts printed
+            self.shown[worker] = label, output
+            self.children[worker] = child = self.start(worker, run, claim, file)
         status = child.wait()
         with self.lock:
             del self.children[worker], self.shown[worker]
         lines = lines_of(output, start)
         return self.report(run, label, status, lines, time.monotonic() - began)
 
+    def claim(self, run: PlannedRun) -> IO | None:
+        """Claim a run; None if it is over, if another has it, or if its seed belongs elsewhere.
+
+        The claim names the kind of device, as the log will once the training process has begun it.
+        """
+        folder = self.job.out / run.name
+        # So that no two kinds of device begin a seed at once, nor move it away from each other.
+        with archive.locked(self.job.out):
+            if self.belongs_elsewhere(run):
+                return None
+            folder.mkdir(parents=True, exist_ok=True)
+            claim = open(folder / "claim", "a")
+            if is_claimed_by_us(claim) and not state_of(folder).is_over:
+                claim.truncate(0)
+                claim.write(self.job.machine)
+                claim.flush()
+                return claim
+            claim.close()
+            return None
+
     def belongs_elsewhere(self, run: PlannedRun) -> bool:
         """Does a run's seed belong to workers on another kind of device, which train just now?
 
         Where it was begun on another kind that trains nothing any more, what is there of it moves
-        out of the way: the seed begins again whole, here.
+        out of the way: the seed begins again whole, here. Called with the lock on the folder.
         """
-        its = [self.job.out / other.name for other in self.peers if other.seed == run.seed]
+        peers = self.peers()
+        its = [self.job.out / other.name for other in peers if other.seed == run.seed]
         foreign = [folder for folder in its if self.is_foreign(folder)]
         if not foreign:
             return False
-        # Whoever moves a seed has this lock, and a second one finds nothing foreign.
-        with archive.locked(self.job.out):
-            foreign = [folder for folder in foreign if self.is_foreign(folder)]
-            others = [self.job.out / other.name for other in self.peers]
-            if any(is_claimed(folder) for folder in others if self.is_foreign(folder)):
-                return True
-            there = ", ".join(sorted({trained_on(folder) for folder in foreign}))
-            left = self.job.out.with_name(f"{self.job.out.name}-left")
-            for folder in foreign:
-                move_away(folder, left)
-        if foreign:
-            self.tell(
-                f"seed {run.seed}",
-                f"seed {run.seed} was begun on {there} and is not whole: it begins again here; its "
-                f"runs are in {left}",
-            )
+        others = [self.job.out / other.name for other in peers]
+        if any(is_claimed(folder) for folder in others if self.is_foreign(folder)):
+            return True
+        there = ", ".join(sorted({trained_on(folder) for folder in foreign}))
+        left = self.job.out.with_name(f"{self.job.out.name}-left")
+        for folder in foreign:
+            move_away(folder, left)
+        self.tell(
+            f"seed {run.seed}",
+            f"seed {run.seed} was begun on {there} and is not whole: it begins again here; its "
+            f"runs are in {left}",
+        )
         return False
 
     def is_foreign(self, folder: Path) -> bool:

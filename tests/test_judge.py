@@ -4,6 +4,7 @@ python -m pytest tests/test_judge.py
 """
 
 import dataclasses
+import fcntl
 import json
 import re
 import shutil
@@ -25,11 +26,15 @@ from evidence.comparison import with_error
 from norm_plan import NORMS, keys_of
 from norm_types import NORM_TYPES
 from repro import judged_norms
+from study.arms import Arm, PlannedRun
 from study.checks import as_logged, data_of, parse
 from study.declaration import read_record
 from study.norm_check import Finding, Size
+from study.page import markdown_of
 from study.rates import Screen, noise, rate_error, vertex
 from study.stages import Stopped
+from study.verdict import rate_error_of
+from study.workers import Job, Sweep
 
 MEAN_ABS = """
 from norms import Norm, statistics_dtype
@@ -333,6 +338,60 @@ def test_runs_that_do_not_belong_together_are_not_averaged(world, kind):
     assert world.trained() == runs
 
 
+def edit_start(log: Path, **entries) -> None:
+    """Change entries of a log's start; of its config those that it has."""
+    start, *rest = log.read_text().splitlines()
+    start = json.loads(start)
+    for name, value in entries.items():
+        (start["config"] if name in start["config"] else start)[name] = value
+    log.write_text("\n".join([json.dumps(start), *rest]) + "\n")
+
+
+OTHERS = {
+    "study": "judge 0",
+    "learning_rate": 1.0,
+    "seed": 7,
+    "code": "0" * 64,
+    "data": "a:1:00000000 b:2:00000000",
+}
+
+
+def test_runs_of_another_study_or_without_a_screening_are_not_judged(world):
+    """Both runs of a pair may be of it. A baseline that diverged is told, not a crash."""
+    world.judge("rms peri", "--seeds=3")
+    logs = {log: log.read_bytes() for log in world.out.glob("*/*/log.jsonl")}
+
+    def outcome():
+        return judge.read_outcome(world.out, read_record(world.out))
+
+    def restore():
+        for log, content in logs.items():
+            log.write_bytes(content)
+
+    screened = world.out / "rates/peri+learning_rate=0.006-100/log.jsonl"
+    for key, value in OTHERS.items():
+        for arm in ("rms", "peri"):
+            edit_start(world.out / f"verdict/{arm}-201/log.jsonl", **{key: value})
+        assert any(f"peri, seed 201: not paired: {key}" in line for line in outcome().left_out), key
+        assert outcome().sentence() == "peri: no verdict: 2 of 3 planned seeds."
+        edit_start(screened, **{key: value})
+        with pytest.raises(UserError, match=f"0.006-100: {key}"):
+            outcome()
+        restore()
+    screened.unlink()
+    assert outcome().sentence() == "peri: no verdict: its screening is not over."
+    assert not outcome().deciding
+    restore()
+    (world.out / "rates/rms+learning_rate=0.006-100/log.jsonl").unlink()
+    assert outcome().sentence() == "No verdict: of rms, its screening is not over."
+    restore()
+    end = {"event": "end", "reason": "step 3: loss is not finite", "step": 3}
+    for seed in (200, 201, 202):
+        log = world.out / f"verdict/rms-{seed}/log.jsonl"
+        log.write_text(log.read_text() + json.dumps(end) + "\n")
+        assert "peri: no verdict: of rms, " in outcome().sentence()
+
+
 def test_a_seed_begun_on_another_machine_begins_again_whole(world):
     """Where that machine trains nothing any more; what it made is kept beside."""
     world.judge("rms peri", "--seeds=3")
@@ -346,6 +405,27 @@ def test_a_seed_begun_on_another_machine_begins_again_whole(world):
     assert sorted(world.trained()[len(runs) :]) == ["verdict/peri-201", "verdict/rms-201"]
     assert (world.out / "verdict-left/peri-201/log.jsonl").exists()
     assert "not paired" not in world.report()
+
+
+def test_a_seed_is_left_to_a_machine_that_begins_a_run_of_it(tmp_path):
+    """Its process has a claim and no log yet. What it finished of the seed stays where it is."""
+    done = tmp_path / "verdict/peri-200"
+    begun = tmp_path / "verdict/rms-200"
+    for folder in (done, begun):
+        folder.mkdir(parents=True)
+    start = {"event": "start", "device": "cuda", "processor": ""}
+    end = {"event": "end", "reason": "done", "step": 40}
+    (done / "log.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(end)}\n")
+    job = Job(("false",), (), "off", tmp_path / "verdict", None, (), "cpu here")
+    runs = [PlannedRun(Arm(name, ()), 200) for name in ("layer", "peri", "rms")]
+    with open(begun / "claim", "w") as claim:
+        claim.write("cuda")
+        claim.flush()
+        fcntl.flock(claim, fcntl.LOCK_EX)
+        sweep = Sweep(job, runs, set())
+        assert sweep.run(1) == 0
+    assert sweep.left_to_others() == ["layer-200", "rms-200"]
+    assert (done / "log.jsonl").exists() and not (tmp_path / "verdict-left").exists()
 
 
 def test_a_check_that_fails_ends_the_study_unless_it_is_to_go_on(world, monkeypatch, capsys):
@@ -459,6 +539,11 @@ def test_names_are_text_on_the_page(world):
     world.judge("rms 'p.x:peri'")
     for name in ("report.md", "report.html"):
         assert "<img src=x>" not in (world.out / name).read_text()
+    evil = "![x](http://tracker)\n\n<script>"
+    command = [*record.command, evil]
+    bad = dataclasses.replace(record, seeds_from=evil, command=command)
+    page = markdown_of(judge.read_outcome(world.out, bad))
+    assert "![x]" not in page.split("## Next")[0] and "\n<script>" not in page
 
 
 # -------------------------------------------------------------------------------------- arithmetic
@@ -504,6 +589,13 @@ def test_the_error_of_a_rate_is_what_screenings_show():
     found = np.mean(np.square(excess)) ** 0.5
     assert 0.7 < rate_error(bend + 0.75**0.5 * sd, sd) / found < 1.5
     assert rate_error(np.inf, sd) == 0 and rate_error(0.0, 1.0) >= rate_error(0.1, 1.0)
+
+
+def test_beside_a_divergence_the_best_rate_is_open():
+    """A better one may lie between it and the divergence, so its error is not zero."""
+    both = {0: 1.53, 1: 1.53}
+    screen = Screen({-1: both, 0: {0: 1.5, 1: 1.5}, 1: {0: np.inf}})
+    assert screen.choice() == 0 and rate_error_of(screen, {"arm": screen}) >= 0.01
 
 
 @pytest.mark.parametrize("bend, sd, arms, seeds", [(0.01, 0.015, 1, 16), (0.03, 0.005, 4, 4)])
