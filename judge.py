@@ -21,6 +21,7 @@ command: a run is lost at most. The same command on other machines that share OU
 is added to --arms after the verdict is tested alone, and said to be. docs/judge.md says more.
 """
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass, fields
@@ -151,10 +152,14 @@ def main(argv: list[str]) -> int:
         say(line)
     if config.dry_run:
         say("dry run: nothing was declared or trained for the study")
+        with contextlib.suppress(OSError):
+            out.rmdir()  # made for the timing; not one that holds anything
         return 0
     training = training_of(config, asked, record.declaration.study)
     try:
+        say("rates: the learning rate of each arm, some runs at a time")
         screen_arms(out, record, training)
+        say("verdict: new seeds, each arm at its rate")
         judge_arms(out, record, training)
     except Stopped:
         say("stopped; repeat the command to go on")
@@ -179,6 +184,8 @@ def tell(out: Path, record: Record, keep: str) -> None:
     outcome = read_outcome(out, record)
     page = write_page(out, outcome)
     say(f"\n{outcome.sentence()}\n\nwrote {page}, and report.md beside it")
+    if keep and outcome.is_open:
+        raise UserError(f"keep={keep}: the study is not over: repeat its command first")
     if keep:
         there = read_record(Path(keep))
         if there and there.declaration != record.declaration:

@@ -18,7 +18,7 @@ PIN = "norm_sha256"
 VARIABLE = "NANONORM_NORMS"
 COPY = "norm_file.txt"  # in a run folder: its text, which no program runs
 LARGEST = 1 << 20  # bytes; a norm is some lines
-PROGRAMS = "train.py, sample.py, hellaswag.py, report.py and convert.py"
+PROGRAMS = "train.py, sample.py, hellaswag.py, report.py, convert.py and judge.py"
 
 
 class NormFile(NamedTuple):

@@ -129,7 +129,8 @@ def main(argv: list[str]) -> None:
         "from its lowest point. *wrong*: studies of equal arms that name a difference for any of "
         "them, of those with a verdict. *the plan says*: where rates are open, to where they "
         "are sharp.\n\n"
-        f"{table}\n\n`python -m repro.judge_errors {made_with(config)}".rstrip() + "`\n"
+        f"{table}\n\n`python -m repro.judge_errors {made_with(config)}".rstrip()
+        + "`\n"
     )
     out = Path(config.out)
     with writing(out):

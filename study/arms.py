@@ -52,6 +52,11 @@ def read_arm(text: str) -> Arm:
     """
     named = NAMED.match(text)
     norm_type, *keys = split(text[named.end() :] if named else text) or [""]
+    if norm_type.startswith("--"):
+        raise ConfigError(
+            f"ARMS: {norm_type} stands alone: put an arm and its keys in quotes, "
+            f"'coupled {norm_type}'"
+        )
     for word in keys:
         if not word.startswith("--"):
             raise ConfigError(f"ARMS: {text}: {word} is no key: write --key=value")

@@ -95,7 +95,11 @@ class Declaration:
                 if keys := [key for key in here | there if here.get(key) != there.get(key)]:
                     key = min(keys)
                     return f"{key}={there.get(key)}, and now {here.get(key)}"
+            elif field.name == "rate" and here != there:
+                return f"learning_rate={there:g}, and now {here:g}"
             elif field.name == "data":
+                if not here:
+                    return "data that cannot be read now: see data_dir"
                 if difference := data_difference(there, here):
                     return f"other data, {difference}"
             elif field.name in ("code", "norm_sha256"):

@@ -231,7 +231,9 @@ def prepare(
         words: of judge.py.
     """
     baseline = asked.arms[0]
-    found = {text: prepare_arm(asked, text, baseline, command, out, say) for text in asked.arms}
+    # The baseline last: what is wrong with a new norm shows at once.
+    order = (*asked.arms[1:], baseline)
+    found = {text: prepare_arm(asked, text, baseline, command, out, say) for text in order}
     for matched in [its.matched for its in found.values() if its.matched]:
         # Unless somebody has named that arm too, which then has checks of its own.
         found.setdefault(matched.text, found[matched.matches]._replace(checks=[], starts=[]))

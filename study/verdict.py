@@ -120,6 +120,16 @@ class Outcome:
                 found.append(Explained(*names, with_error(paired(differences), error)))
         return found
 
+    @property
+    def is_open(self) -> bool:
+        """Are runs missing that the study still wants?"""
+        if any(not screen.is_over for screen in self.screens.values()):
+            return True
+        if self.rates[self.baseline] is None:
+            return False
+        settled = [name for name, rate in self.rates.items() if rate is not None]
+        return any(len(self.arms.get(name, {})) < self.record.seeds for name in settled)
+
     def sentence(self) -> str:
         """Say in one sentence, or one for each arm, what is shown."""
         if self.rates[self.baseline] is None:
@@ -134,7 +144,8 @@ class Outcome:
         if row is None or row.no_verdict:
             why = self.no_verdict.get(arm) or (row and row.no_verdict) or "not run yet"
             return f"{name}: no verdict: {why}."
-        interval = f"{row.show_interval(row.verdict.interval)}"
+        kind = "95 % interval" if row.n_arms == 1 else "Holm interval"
+        interval = f"{kind} {row.show_interval(row.verdict.interval)}"
         tokens = row.show_tokens()
         worth = f", worth {tokens} of the tokens" if tokens else ""
         seeds = f"{len(row.seeds)} seeds, each arm at its own rate"
@@ -142,12 +153,12 @@ class Outcome:
         if row.verdict.direction == NO_DIFFERENCE:
             return (
                 f"{name}: no difference from {base} is shown: {row.show(row.estimate.mean)} nats "
-                f"per token (95 % interval {interval}); {excluded(row)}; {seeds}{after}."
+                f"per token ({interval}); {excluded(row)}; {seeds}{after}."
             )
         ends = {BETTER: "lower", WORSE: "higher"}[row.verdict.direction]
         return (
-            f"{name} ends {ends} than {base}: {row.show(row.estimate.mean)} nats per token (95 % "
-            f"interval {interval}){worth}; {seeds}{after}."
+            f"{name} ends {ends} than {base}: {row.show(row.estimate.mean)} nats per token "
+            f"({interval}){worth}; {seeds}{after}."
         )
 
 
