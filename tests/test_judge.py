@@ -194,6 +194,12 @@ def test_the_page_is_made_again_also_from_archives(world):
     world.judge("rms peri", "--seeds=3")
     whole, runs = world.report(), world.trained()
     assert judge.main([f"--out={world.out}", f"--keep={world.folder / 'kept'}"]) == 0
+    other = world.folder / "other"
+    record = read_record(world.out)
+    declared = dataclasses.replace(record.declaration, first_seed=300)
+    judge.write_record(other, dataclasses.replace(record, declaration=declared))
+    with pytest.raises(UserError, match="another study is kept there"):
+        judge.main([f"--out={world.out}", f"--keep={other}"])
     shutil.rmtree(world.out)
     (world.folder / "kept").rename(world.out)
     assert judge.main([f"--out={world.out}"]) == 0
