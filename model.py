@@ -642,6 +642,11 @@ class GPT(nn.Module):
         if not size or self.wte.weight.is_meta:
             return
         for index, block in enumerate(self.blocks):
+            if block.norm1.core.weight is None or block.norm2.core.weight is None:
+                raise ConfigError(
+                    f"paired_gains needs norms with gains, and those of block {index} have none: "
+                    "leave it out"
+                )
             stream = named_stream(seed, f"blocks.{index}.signs", "cpu")
             order = torch.randperm(self.config.n_embd, generator=stream)
             move = size * (2 * (order % 2) - 1).to(self.wte.weight.device)  # (C,)

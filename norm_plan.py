@@ -339,6 +339,11 @@ class NormPlan:
             raise ConfigError(
                 f"paired_gains needs two gains in each block, not {self}: leave it out"
             )
+        if config.residual_weight is not None and set(REPLACING).isdisjoint(self.letters):
+            raise ConfigError(
+                f"residual_weight={config.residual_weight:g} acts where a norm replaces the stream "
+                f"({' and '.join(REPLACING)}), and norm_plan {self} has none: leave it out"
+            )
         # Of initial_gain one for each letter of the plan may be given too.
         counts = {"coupled_alpha": (positions,), "initial_gain": (positions, 2 * positions)}
         for name, allowed in counts.items():

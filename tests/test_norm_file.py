@@ -248,6 +248,23 @@ def test_a_plan_mixes_a_norm_of_a_file_with_those_of_the_house(registry, tmp_pat
 SHAPE = {"vocab_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
 
 
+def test_gains_in_pairs_need_gains(tmp_path, registry):
+    """A norm of a file may have none, whatever its keys say."""
+    file = tmp_path / "n.py"
+    file.write_text(
+        "from norms import Norm\n"
+        "class Bare(Norm):\n"
+        "    def __init__(self, *args, **keys):\n"
+        "        super().__init__(*args, **keys | {'affine': False})\n"
+        "    def forward(self, h, inv_rms=None):\n"
+        "        return h, None\n"
+    )
+    norm_files.add_norms(read_norm_file(str(file)))
+    config = GPTConfig(**SHAPE, norm_type="Bare", paired_gains=0.1)
+    with pytest.raises(UserError, match="paired_gains needs norms with gains"):
+        GPT(config)
+
+
 def test_statistics_run_at_every_letter_of_a_plan(registry, tmp_path):
     norm_files.add_norms(read_norm_file(str(write(tmp_path, "Running"))))
     model = GPT(GPTConfig(norm_type="Running", norm_plan="rrr|rr|r", **SHAPE))

@@ -138,6 +138,7 @@ def test_plans_are_those_of_the_manual(norm_type):
         ("rms", "", {"initial_gain": (1.0,) * 4}, "initial_gain needs one number or 5 or 10"),
         ("post", "", {"paired_gains": 0.1}, "needs two gains in each block, not IP PP"),
         ("rms", "", {"paired_gains": 0.1, "norm_gain": "none"}, "paired_gains needs two gains"),
+        ("post", "RR RR R", {"residual_weight": 3.0}, "acts where a norm replaces the stream"),
         ("taper", "", {"norm_gain": "one_plus"}, "norm_gain=one_plus"),
         ("taper", "", {"taper_end": 1.0}, "taper_end=1"),
         ("layer", "", {"norm_eps": float("nan")}, "norm_eps=nan"),
