@@ -175,11 +175,16 @@ def add(archive: Path, *runs: Path, diff: bool = False) -> None:
 
     Raises UserError, and then leaves the archive unchanged.
     """
-    added = {f"{run.name}/{name}": part for run in runs for name, part in files_of(run).items()}
+    added: Content = {}
+    names: set[str] = set()
     for run in runs:
+        name = Path(os.path.abspath(run)).name  # "." has a name, too
+        if name in names:
+            raise UserError(f"{run}: two runs are named {name}: rename one, or name one alone")
+        names.add(name)
+        added |= {f"{name}/{file}": part for file, part in files_of(run).items()}
         if diff and (run / UNCOMMITTED).exists():
-            added[f"{run.name}/{UNCOMMITTED}"] = read_file(run / UNCOMMITTED)
-    names = {run.name for run in runs}
+            added[f"{name}/{UNCOMMITTED}"] = read_file(run / UNCOMMITTED)
     with locked(archive.parent):
         content = read(archive)
         others = {name: part for name, part in content.items() if name.split("/")[0] not in names}

@@ -29,6 +29,7 @@ from training.config import TrainConfig
 from training.tracker import check_tracker
 
 from .arms import Arm, PlannedRun, check_word
+from .workers import state_of
 
 NORM_KEYS = set(NormConfig.__dataclass_fields__)
 FROM_DATA = {"vocab_size": 0, "n_vocab": 0}  # a run takes them from its data
@@ -169,8 +170,10 @@ def check_folder(folder: Path, wanted: TrainConfig, here: Here) -> None:
         return
     try:
         run = Run(folder)
-    except UserError:
-        return  # a damaged log: train.py looks at the checkpoint
+    except UserError as error:
+        if state_of(folder).is_over:  # it would be "done already", whatever it was trained with
+            raise ConfigError(f"{error} (remove its folder, or choose another OUT)") from None
+        return  # train.py looks at the checkpoint
     check_settings(run, wanted, here, "OUT")
 
 

@@ -123,3 +123,19 @@ def test_our_archives_are_read_by_tarfile(tmp_path):
     archive.write(path, BOTH)
     with tarfile.open(fileobj=io.BytesIO(lzma.decompress(path.read_bytes()))) as file:
         assert set(file.getnames()) == BOTH.keys()
+
+
+def test_a_run_is_called_by_its_folder_however_that_is_written(tmp_path, monkeypatch):
+    """`.` is no name that an archive may have. Of two runs with one name one would be lost."""
+    path = tmp_path / "runs.tar.xz"
+    for name in ("a/rms-3", "b/rms-3", "a/layer-3"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "log.jsonl").write_bytes(LOG)
+    monkeypatch.chdir(tmp_path / "a/rms-3")
+    for run in (".", "../layer-3/../layer-3/."):
+        archive.add(path, Path(run))
+    assert archive.read(path) == BOTH
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"b/rms-3: two runs are named rms-3"):
+        archive.add(path, tmp_path / "a/rms-3", tmp_path / "b/rms-3")
+    assert path.read_bytes() == before

@@ -4,6 +4,7 @@ report.py on them.
     python -m pytest tests/test_sweep.py
 """
 
+import contextlib
 import csv
 import os
 import re
@@ -267,6 +268,34 @@ def test_other_settings_are_not_done_already(train_ok, data, tmp_path):
     log.write_text(re.sub('("data": "[^"]*:)[0-9a-f]{8}', r"\g<1>00000000", log.read_text()))
     with pytest.raises(ConfigError, match="rms-1: it was trained on other data"):
         check_with()
+
+
+@pytest.mark.parametrize("start", ['{"event": "sta', '{"event": "start"}', ""])
+def test_a_run_whose_settings_are_lost_is_not_done_already(tmp_path, start):
+    """One that is not over is left to train.py, which goes on from its checkpoint."""
+    log = tmp_path / "rms-1" / "log.jsonl"
+    log.parent.mkdir()
+    for end in ('{"event": "end", "reason": "stopped"}', '{"event": "end", "reason": "done"}'):
+        log.write_text(f"{start}\n{end}\n")
+        wrong = pytest.raises(ConfigError, match=r"rms-1: .*remove its folder")
+        with wrong if "done" in end else contextlib.nullcontext():
+            check_sweep([], read_arms("rms"), [1], tmp_path, None)
+
+
+@pytest.mark.xdist_group("sweep")
+def test_config_files_are_those_of_the_folder_from_which_it_is_called(tmp_path):
+    """Also the second one, of which the project has another of the same name."""
+    (tmp_path / "config").mkdir()
+    for name, key in (("own.py", "seed"), ("demo.py", "no_such_key")):
+        (tmp_path / "config" / name).write_text(f"{key} = 1\n")
+    found = subprocess.run(
+        [ROOT / "sweep.sh", "config/own.py", "config/demo.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 2 and "no_such_key" in found.stderr
 
 
 @pytest.mark.xdist_group("sweep")
