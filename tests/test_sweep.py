@@ -291,7 +291,7 @@ def test_config_files_are_those_of_the_folder_from_which_it_is_called(tmp_path):
     found = subprocess.run(
         [ROOT / "sweep.sh", "config/own.py", "config/demo.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")},
+        env={**os.environ, "PYTHON": sys.executable, "ARMS": "no_such_norm"},
         capture_output=True,
         text=True,
     )
