@@ -375,11 +375,11 @@ def go_on(
 
 
 def words_without_folder(words: list[str]) -> list[str]:
-    """Return words of a command line, the norm file by its name alone, and without its digest."""
+    """Return words of a command line without folders: the norm file by its name alone."""
     kept = []
     for word in words:
         name, _, value = word.partition("=")
-        if name == f"--{PIN}":
+        if name in (f"--{PIN}", "--out", "--keep"):
             continue
         kept.append(f"{name}={Path(value).name}" if name == "--norm_file" else word)
     return kept

@@ -52,7 +52,9 @@ def sources() -> dict[str, str]:
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     names = listed.stdout.split()
-    names = [name for name in names if not name.startswith(("tests/", "config/"))]
+    names = [
+        name for name in names if not name.startswith(("tests/", "config/", "norms_of_others/"))
+    ]
     return {name: (ROOT / name).read_text() for name in names if (ROOT / name).exists()}
 
 
