@@ -6,6 +6,7 @@ Every result equals that of an undisturbed run to the bit.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import TypeVar
 
 import pytest
 from helpers import ROOT, TINY, losses, records, same_weights, steps_of, write_tiny_shards
+from test_judge import World
 
 pytestmark = [
     pytest.mark.xdist_group("slurm"),
@@ -50,6 +52,18 @@ ReturnToService=2
 MpiDefault=none
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+# judge.py, whose checks and timings would take minutes
+WITHOUT_CHECKS = """
+import sys
+sys.path.insert(0, {root!r})
+import judge
+import study.prepare
+from study.norm_check import Finding, Size
+study.prepare.check_arm = lambda *_: [Finding("rows", True, "0")]
+study.prepare.time_arm = lambda *_: 60.0
+study.prepare.size_of = lambda _: Size(36000, 5120.0, "")
+judge.run_program(judge.main)
 """
 T = TypeVar("T")
 WORDS = ("config/demo.py", *TINY, "--max_iters=800", "--checkpoint_interval=50")
@@ -182,3 +196,32 @@ def test_a_sweep_of_four_workers_loses_nothing(train_ok, slurm, tmp_path):
     finish(submit("sweep", slurm, *words, **settings))  # what the cancelled worker had begun
     # A worker may be between two runs when it is disturbed.
     assert sum(resumes(run, tmp_path / "alone" / run.name) for run in runs) >= 2
+
+
+def test_the_workers_of_a_study_end_with_one_page(slurm, tmp_path, monkeypatch):
+    """Three workers on two cores, with runs that are written at once: one is requeued, one meets
+    its time limit. The page is that of a study by one process."""
+    world = World(slurm / "data", tmp_path, monkeypatch)
+    with monkeypatch.context() as alone:
+        alone.setattr("signal.signal", lambda *_: None)
+        world.judge("rms peri", "--seeds=3")
+    whole = world.report()
+    world.plan["seconds"] = 2
+    (tmp_path / "plan.json").write_text(json.dumps(world.plan))
+    program = tmp_path / "judge_alone.py"
+    program.write_text(WITHOUT_CHECKS.format(root=str(ROOT)))
+    (tmp_path / "either").write_text(
+        f'#!/bin/bash\n[ "$1" != judge.py ] || PYTHON={tmp_path}/python exec {sys.executable} '
+        f'{program} "${{@:2}}"\nexec {tmp_path}/python "$@"\n'
+    )
+    (tmp_path / "either").chmod(0o755)
+    shutil.rmtree(world.out)
+    words = (*world.words, "--arms=rms peri", "--seeds=3", f"--out={world.out}", "--jobs=1")
+    settings = {"PYTHON": str(tmp_path / "either"), "FAKE_LOSSES": str(tmp_path / "plan.json")}
+    job = submit("judge", slurm, *words, options=("--array=1-3",), **settings)
+    wait_for(lambda: [*(world.out / "rates").glob("*/claim")])
+    said("scontrol", "requeue", f"{job}_1")
+    wait_for(lambda: len([*(world.out / "rates").glob("*/log.jsonl")]) > 2)
+    said("scancel", "--signal=USR1", "--batch", f"{job}_2")
+    finish(job)
+    assert world.report() == whole

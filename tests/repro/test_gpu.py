@@ -70,6 +70,8 @@ def campaign(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # A script in the background ignores SIGINT, and so would all that it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(*stages: str, **more: str) -> tuple[int, str]:
