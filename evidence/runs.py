@@ -4,6 +4,7 @@ An arm is the norm type with all its norm keys. Runs are paired by seed, and onl
 nothing else but their names.
 """
 
+import math
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
@@ -447,6 +448,22 @@ def check_same_norms(first: Run, run: Run) -> None:
                 f"{first.name} and {run.name}: both are named {run.arm}, but {name} is "
                 f"{theirs[name]} and {ours[name]}: report on them apart"
             )
+
+
+def final_loss(run: Run, remedy: str = "such a run is not compared") -> float:
+    """Return val_loss_full, nats per token; infinite if the run diverged.
+
+    Raises UserError, which ends in the remedy, if the run is not finished, was resumed with other
+    settings, or has no such loss.
+    """
+    if run.diverged:
+        return math.inf
+    problem = run.problem()
+    if not problem and "val_loss_full" not in run.whole_split:
+        problem = "no loss over the whole val split after its last step"
+    if problem:
+        raise UserError(f"{run.name}: {problem}: {remedy}")
+    return run.whole_split["val_loss_full"]
 
 
 def norm_key_names(run: Run) -> set[str]:

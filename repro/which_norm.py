@@ -25,7 +25,15 @@ from common.errors import UserError, run_program
 from common.output import markdown, write_bytes_atomically, writing
 from common.stats import BETTER, NO_DIFFERENCE, Estimate, Verdict, decide, holm, paired
 from evidence.comparison import BY_SEED, Arms, Pairs, pair_by_seed
-from evidence.runs import RATES, Run, by_arm, by_value, difference_in_settings, find_runs
+from evidence.runs import (
+    RATES,
+    Run,
+    by_arm,
+    by_value,
+    difference_in_settings,
+    final_loss,
+    find_runs,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "cpu"
@@ -107,22 +115,6 @@ def arm_name(run: Run) -> str:
     block_0 = " ".join(["Rs", *["RR"] * (run.config["n_layer"] - 1), "R"])
     names = {words.format(block_0=block_0): name for name, words in PLAN["arms"].items()}
     return names.get(run.arm, run.arm)
-
-
-def final_loss(run: Run) -> float:
-    """Return val_loss_full, nats per token; infinite if the run diverged.
-
-    Raises UserError if the run is not finished, was resumed with other settings, or has no such
-    loss.
-    """
-    if run.diverged:
-        return math.inf
-    problem = run.problem()
-    if not problem and "val_loss_full" not in run.whole_split:
-        problem = "no loss over the whole val split after its last step"
-    if problem:
-        raise UserError(f"{run.name}: {problem}: such a run is not compared")
-    return run.whole_split["val_loss_full"]
 
 
 @dataclass(frozen=True)

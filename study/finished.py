@@ -4,7 +4,6 @@ OUT/rates/ARM+learning_rate=RATE-SEED      or in OUT/rates.tar.xz
 OUT/verdict/ARM-SEED                       or in OUT/verdict.tar.xz
 """
 
-import math
 from pathlib import Path
 
 from common.code_digest import SHORT, shortened
@@ -12,7 +11,7 @@ from common.errors import UserError
 from common.fingerprint import data_difference
 from common.output import writing
 from evidence.archive import SUFFIX, by_run, read, write
-from evidence.runs import Run
+from evidence.runs import Run, final_loss
 
 from .declaration import JudgedArm, Record
 from .rates import FIRST, MOST, SECOND, Screen
@@ -52,21 +51,6 @@ def keep(out: Path, folder: Path) -> None:
                 for file, part in run.files.items()
             }
             write(folder / f"{stage}{SUFFIX}", content)
-
-
-def final_loss(run: Run) -> float:
-    """Return val_loss_full, nats per token; infinite where the run diverged.
-
-    Raises UserError for a run that cannot be compared.
-    """
-    if run.diverged:
-        return math.inf
-    problem = run.problem()
-    if not problem and "val_loss_full" not in run.whole_split:
-        problem = "no loss over the whole val split after its last step"
-    if problem:
-        raise UserError(f"{run.name}: {problem}: {AGAIN}")
-    return run.whole_split["val_loss_full"]
 
 
 def mismatch(run: Run, record: Record, seed: int, rate: float) -> str:
@@ -125,7 +109,7 @@ def screen_of(runs: Finished, record: Record, judged: JudgedArm) -> Screen:
                 raise UserError(f"{run.name}: {why}: {AGAIN}")
     return Screen(
         {
-            octave: {which: final_loss(run) for which, run in seeds.items()}
+            octave: {which: final_loss(run, AGAIN) for which, run in seeds.items()}
             for octave, seeds in its.items()
         }
     )
