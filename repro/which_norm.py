@@ -34,6 +34,7 @@ from evidence.runs import (
     final_loss,
     find_runs,
 )
+from study.rates import level_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "cpu"
@@ -298,19 +299,8 @@ class Curve:
     stability: dict[float, dict[str, float]]
 
     def at(self, rate: float) -> float:
-        """Return the loss at a rate: the mean over its seeds.
-
-        Those of the second seed less their mean difference from the first, over the rates that have
-        both.
-        """
-        first, second = PLAN["rates"]["seeds"]
-        pairs = [found[second] - found[first] for found in self.losses.values() if second in found]
-        finite = [pair for pair in pairs if math.isfinite(pair)]
-        shift = np.mean(finite) if finite else 0.0
-        values = []
-        for seed, loss in self.losses[rate].items():
-            values.append(loss - shift if seed == second else loss)
-        return float(np.mean(values))
+        """Return the loss at a rate: the mean over its seeds, as `level_of` takes it."""
+        return level_of(self.losses, rate, *PLAN["rates"]["seeds"])
 
     @functools.cached_property
     def best(self) -> float:

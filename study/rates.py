@@ -12,8 +12,9 @@ that are there. Losses are in nats; one that diverged is infinite.
 import functools
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,25 @@ class Wanted(NamedTuple):
     seed: int  # FIRST or SECOND
 
 
+def level_of(
+    losses: Mapping[Any, Mapping[int, float]], place: Any, first: int, second: int
+) -> float:
+    """Return the mean loss over the seeds at a place, on the level of the first seed.
+
+    A loss of the second seed is taken less the mean difference of both seeds, which is that of all
+    places that have both.
+
+    Args:
+        losses: place -> seed -> loss, infinite where the run diverged.
+    """
+    both = [its[second] - its[first] for its in losses.values() if second in its]
+    finite = [difference for difference in both if math.isfinite(difference)]
+    shift = statistics.fmean(finite) if finite else 0.0
+    return statistics.fmean(
+        loss - shift if seed == second else loss for seed, loss in losses[place].items()
+    )
+
+
 @dataclass
 class Screen:
     """What one arm's runs say so far."""
@@ -43,18 +63,8 @@ class Screen:
     losses: Losses = field(default_factory=dict)
 
     def at(self, octave: int) -> float:
-        """Return the loss at an octave, on the level of the first seed: the mean over its seeds.
-
-        A loss of the second seed is taken less the mean difference of both seeds, which is that of
-        all octaves that have both.
-        """
-        both = [its[SECOND] - its[FIRST] for its in self.losses.values() if len(its) == 2]
-        finite = [difference for difference in both if math.isfinite(difference)]
-        shift = statistics.fmean(finite) if finite else 0.0
-        values = [
-            loss - shift if seed == SECOND else loss for seed, loss in self.losses[octave].items()
-        ]
-        return statistics.fmean(values)
+        """Return the loss at an octave: the mean over its seeds, as `level_of` takes it."""
+        return level_of(self.losses, octave, FIRST, SECOND)
 
     @property
     def best(self) -> int:
