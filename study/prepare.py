@@ -237,12 +237,7 @@ def prepare(
     for matched in [its.matched for its in found.values() if its.matched]:
         # Unless somebody has named that arm too, which then has checks of its own.
         found.setdefault(matched.text, found[matched.matches]._replace(checks=[], starts=[]))
-    failed = [text for text, its in found.items() if not all(ok for _, ok, _ in its.checks)]
-    if failed and not choices.anyway:
-        raise UserError(
-            f"{failed[0]}: a check failed (above): correct the norm, or go on with --anyway, which "
-            "the page says"
-        )
+    failed = failed_checks(found, choices)
     family, later = split_family(asked, found, out)
     seconds = {text: its.seconds for text, its in found.items()}
     seeds, why = choose_seeds(choices, [*seconds.values()], jobs, out)
@@ -253,7 +248,7 @@ def prepare(
         seeds_from=why,
         sd=choices.sd,
         sd_from=choices.sd_from,
-        anyway=bool(failed),
+        anyway=failed,
         checks={text: its.checks for text, its in found.items()},
         starts={text: its.starts for text, its in found.items()},
         sizes={text: its.size for text, its in found.items()},
@@ -264,6 +259,17 @@ def prepare(
         norm_file_name=asked.norm_file.name if asked.norm_file else "",
     )
     return record.with_later(later) if later else record
+
+
+def failed_checks(found: dict[str, Prepared], choices: Choices) -> bool:
+    """Did a check of an arm fail? Raises UserError for it, unless the study is to go on anyway."""
+    failed = [text for text, its in found.items() if not all(ok for _, ok, _ in its.checks)]
+    if failed and not choices.anyway:
+        raise UserError(
+            f"{failed[0]}: a check failed (above): correct the norm, or go on with --anyway, which "
+            "the page says"
+        )
+    return bool(failed)
 
 
 def split_family(
@@ -368,10 +374,8 @@ def go_on(
         record.starts[judged.text] = [] if judged.matches else its.starts
         record.sizes[judged.text] = its.size
         record.seconds[judged.text] = its.seconds
-    failed = [text for text, its in found.items() if not all(ok for _, ok, _ in its.checks)]
-    if failed and not choices.anyway:
-        raise UserError(f"{failed[0]}: a check failed (above): correct the norm, or --anyway")
-    return replace(record.with_later(arms), anyway=record.anyway or bool(failed))
+    failed = failed_checks(found, choices)
+    return replace(record.with_later(arms), anyway=record.anyway or failed)
 
 
 def words_without_folder(words: list[str]) -> list[str]:
