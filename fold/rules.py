@@ -13,6 +13,10 @@ else would be changed by that?). Only operations that are linear in each of thei
 are tried (`is_linear`): a clamp is the identity on the numbers of a trial, and on no others. All
 the same, the numbers of a second trial are larger.
 
+What depends on the shapes alone may have other numbers in other sizes: torch.ones(T, C).triu(-40)
+is 1 everywhere as long as T is small. So such numbers are random in a third trial, unless all of
+them are equal in each size.
+
 Source: "Enjoy Your Layer Normalization", section 4.2 (scalars, adds, linears) and appendix C
 (convolutions, groups).
 """
@@ -150,6 +154,10 @@ INDICES = ("index", "indices", "tensor_indices_or_sections", "start")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = 1e-9  # of the largest number of a trial's result
 LARGE = 100.0  # how many times larger the numbers of the second trial are
+# Operations that give the same number everywhere, whatever the shape
+FILLS = ("aten.zeros", "aten.ones", "aten.full", "aten.scalar_tensor.")
+FILLS += ("aten.new_zeros.", "aten.new_ones.", "aten.new_full.")
+MOST = 127  # the largest integer that stands for one of another size
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -191,11 +199,13 @@ class Trial:
         node: the operation.
         second: its masks have the other values, its indices are all 0, and its numbers are larger.
             A mask may hide a tensor in the example, and show it for another input or length.
+        resized: what depends on the shapes alone is random, too.
     """
 
-    def __init__(self, node: Node, second: bool = False):
+    def __init__(self, node: Node, second: bool = False, resized: bool = False):
         self.node = node
         self.second = second
+        self.resized = resized
         self.generator = torch.Generator().manual_seed(0)
         self.values = {x: self.sample(x) for x in made_by(node).all_input_nodes}
         # It may hold rows another time. (torch.cat leaves out a torch.tensor([]).)
@@ -209,10 +219,13 @@ class Trial:
             return x.meta["constant"].to(wider(found.dtype))
         is_mask = found.dtype == torch.bool
         is_index = not is_mask and not is_float(x) and _is_index(x, self.node)
+        if self.resized and x.meta["fixed"]:
+            return self.other_rows(x) if is_index else self.of_other_size(x)
         is_made = x.meta["fixed"] or is_index or (is_mask and not _is_new_mask(x))
         if x.op == "call_function" and is_made:
-            # A mask that is made of others is flipped once.
-            numbers = Trial(x, self.second and not is_mask).run({})
+            # A mask that is made of others is flipped once. Indices must exist.
+            resized = self.resized and not is_index
+            numbers = Trial(x, self.second and not is_mask, resized).run({})
             return ~numbers if self.second and is_mask else numbers
         if is_mask or is_index:
             numbers = torch.randint(2, found.shape, generator=self.generator)
@@ -224,6 +237,45 @@ class Trial:
         """Draw numbers between -0.5 and 0.5, or LARGE times as large, in float64."""
         numbers = torch.rand(like.shape, generator=self.generator, dtype=torch.float64)
         return (numbers.to(like.device) - 0.5) * (LARGE if self.second else 1.0)
+
+    def of_other_size(self, x: Node) -> Tensor:
+        """Return random numbers for what depends on the shapes alone.
+
+        What is equal all along an axis in every size stays so.
+        """
+        if "constant" in x.meta:
+            return self.sample(x)
+        name = str(x.target)
+        inputs = [y for y in x.all_input_nodes if is_tensor(y)]
+        if name.startswith(MOVES) and inputs:
+            return compute(x, {y: self.of_other_size(y) for y in inputs})
+        numbers = Trial(x).run({})
+        if name.startswith(FILLS) or not numbers.numel():
+            return numbers
+        differs = [size > 1 for size in numbers.shape]
+        if name.startswith(CASTS) or torch.Tag.pointwise in getattr(x.target, "tags", ()):
+            parts = [self.of_other_size(y).broadcast_to(numbers.shape) for y in inputs]
+            differs = [any(_differs(part, axis) for part in parts) for axis in range(numbers.dim())]
+        if not any(differs):
+            return numbers
+        some = [slice(None) if different else slice(1) for different in differs]
+        return self.replaced(numbers[tuple(some)]).broadcast_to(numbers.shape)
+
+    def replaced(self, numbers: Tensor) -> Tensor:
+        """Return other numbers of this shape and type."""
+        if numbers.is_floating_point():
+            return self.draw(numbers)
+        largest = 1 if numbers.dtype == torch.bool else MOST
+        others = torch.randint(largest + 1, numbers.shape, generator=self.generator)
+        others = others.to(numbers.device, numbers.dtype)
+        return numbers ^ others if numbers.dtype == torch.bool else others
+
+    def other_rows(self, x: Node) -> Tensor:
+        """Return other indices of the same tensor."""
+        given = arguments(made_by(self.node))
+        read = next((given[name] for name in ("self", "input", "weight") if name in given), None)
+        rows = self.of_other_size(x)
+        return rows % min(shape(read)) if is_tensor(read) and read is not x else rows
 
     def run(self, changed: dict[Node, Tensor]) -> Any:
         """Return what the operation gives, with other numbers for some inputs."""
@@ -261,8 +313,25 @@ class Trial:
 
 
 def trials(node: Node) -> Iterator[Trial]:
-    """Make both trials of an operation."""
-    return (Trial(node, second) for second in (False, True))
+    """Make the trials of an operation: the third is for what depends on the shapes alone."""
+    yield Trial(node)
+    yield Trial(node, second=True)
+    if any(is_tensor(x) and _has_fixed_part(x) for x in made_by(node).all_input_nodes):
+        yield Trial(node, resized=True)
+
+
+def _differs(numbers: Tensor, axis: int) -> bool:
+    """Tell whether numbers differ along an axis."""
+    return not torch.equal(numbers, numbers.narrow(axis, 0, 1).expand_as(numbers))
+
+
+def _has_fixed_part(x: Node) -> bool:
+    """Tell whether a tensor depends on the shapes alone, or is a mask made of one that does."""
+    if x.meta["fixed"]:
+        return "constant" not in x.meta and not str(x.target).startswith(FILLS)
+    if x.op != "call_function" or x.meta["val"].dtype != torch.bool or _is_new_mask(x):
+        return False
+    return any(is_tensor(y) and _has_fixed_part(y) for y in made_by(x).all_input_nodes)
 
 
 def _is_index(x: Node, node: Node) -> bool:

@@ -117,3 +117,57 @@ def test_what_chance_decides(name):
 def test_whole_rows_that_are_dropped_keep_their_mean():
     model = feeds(lambda m, x: m.a(x) * torch.bernoulli(torch.full_like(x[..., :1], 0.5)))
     folded(model, (X,), 1)
+
+
+def _rows(h):
+    return torch.arange(h.shape[1])
+
+
+def _ones(h, dtype=torch.float64):
+    return torch.ones(h.shape[1], C, dtype=dtype)
+
+
+# In the example nothing is hidden, and each factor is 1: from 40 positions on that is not so.
+OF_LENGTH_ALONE = {
+    "a triangle": lambda m, h: h * _ones(h).triu(-40),
+    "a sum with one": lambda m, h: h + _ones(h).tril(-40),
+    "a ramp": lambda m, h: h * (1 + (_rows(h) // 64)[:, None] * torch.arange(C)),
+    "a ramp far away": lambda m, h: h * (1 + _rows(h)[:, None] // 90 * torch.arange(C)),
+    "a line": lambda m, h: h * torch.linspace(1, 1 + h.shape[1] // 64, C, dtype=h.dtype),
+    "a comparison": lambda m, h: h.masked_fill(_ones(h).cumsum(0).cumsum(1) > 300, 0),
+    "a mask": lambda m, h: h.masked_fill(_ones(h, torch.bool).tril(-40), 0),
+    "where": lambda m, h: torch.where(_rows(h)[:, None] - 40 > torch.arange(C), 0, h),
+    "a mask with one of the input": lambda m, h: h.masked_fill(
+        (h[..., :1] > 0) & _ones(h, torch.bool).tril(-40), 0
+    ),
+    "indices": lambda m, h: h * m.w[(_rows(h) // 64)[:, None] * torch.arange(C)],
+}
+OF_EACH_ROW = {
+    "a factor": lambda m, h: h * (1 + _rows(h))[:, None],
+    "a factor that is expanded": lambda m, h: h * torch.log1p(_rows(h) + 1)[:, None].expand(-1, C),
+    "a mask": lambda m, h: h.masked_fill((_rows(h) > 40)[:, None].expand(-1, C), 0),
+    "a mean of what came before": lambda m, h: (
+        torch.ones(h.shape[1], h.shape[1], dtype=h.dtype).tril() / (1 + _rows(h))[:, None] @ h
+    ),
+    "ones": lambda m, h: h * _ones(h).sqrt(),
+    "positions": lambda m, h: h + m.emb(_rows(h) // 4),
+    "gathered": lambda m, h: h.gather(1, (_rows(h) // 2)[None, :, None].expand(len(h), -1, C)),
+}
+
+
+@pytest.mark.parametrize(
+    "rows, number",
+    [
+        *(pytest.param(rows, 0, id=f"not {name}") for name, rows in OF_LENGTH_ALONE.items()),
+        *(pytest.param(rows, 1, id=name) for name, rows in OF_EACH_ROW.items()),
+    ],
+)
+def test_what_the_length_alone_decides(rows, number):
+    """What is equal along the channels in the example may differ along them in a longer one."""
+    model = feeds(
+        lambda m, x: rows(m, m.a(x)), w=nn.Parameter(torch.ones(64 * C)), emb=nn.Embedding(64, C)
+    )
+    after, certificate = fold(model, analyze(model, (draw(2, 6, C),)))
+    assert certificate.ok and certificate.folded == number, str(certificate)
+    far = draw(2, 100, C)
+    close(run(after, (far,)), run(model, (far,)))

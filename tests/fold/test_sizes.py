@@ -164,7 +164,7 @@ CASES = {
         ),
         (2, 4, C),
         [(2, 7, C)],
-        0,
+        1,
     ),
     "a norm of pictures, whose channels are in front": (
         front(with_norm(lambda m, x: axis_one(m, x) if x.dim() == 4 else m.norm(x))),
