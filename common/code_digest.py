@@ -3,9 +3,11 @@
 Beside the digest: how the code differs from the commit, and which digests stand for one code.
 """
 
+import functools
 import hashlib
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -57,6 +59,27 @@ def code_digest(root: Path = ROOT) -> str:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{content} {path.relative_to(root).as_posix()}\n".encode())
     return digest.hexdigest()
+
+
+@functools.cache
+def digest_of_commit(commit: str, root: Path = ROOT) -> str:
+    """Compute what code_digest gives in the tree of a commit.
+
+    "" if git does not know it, as where the code had changes that were not committed.
+    """
+    if not re.fullmatch("[0-9a-f]{7,64}", commit):
+        return ""
+    try:
+        listed = _git(root, "ls-tree", "-r", "-z", "--name-only", commit, "--", *MODULES).decode()
+        names = [name for name in listed.split("\0") if name.endswith(".py")]
+        with tempfile.TemporaryDirectory() as folder:
+            for name in names:
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(_git(root, "show", f"{commit}:./{name}"))
+            return code_digest(Path(folder))
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return ""
 
 
 def uncommitted_changes(root: Path = ROOT) -> bytes:

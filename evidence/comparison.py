@@ -250,7 +250,7 @@ def check_alike(arm: str, runs: dict[int, Run]) -> None:
             )
 
 
-def pair_by_seed(arms: Arms, baseline: str, factor: str = "") -> tuple[Pairs, list[str]]:
+def pair_by_seed(arms: Arms, baseline: str, but: tuple[str, ...] = ()) -> tuple[Pairs, list[str]]:
     """Pair each run that can be compared with the baseline's run of the same seed.
 
     Of an arm with more pairs than planned, the first ones are kept: else one could stop when the
@@ -259,8 +259,8 @@ def pair_by_seed(arms: Arms, baseline: str, factor: str = "") -> tuple[Pairs, li
     Args:
         arms: all runs.
         baseline: an arm.
-        factor: a setting that is compared instead of the norm, as `by_value` sorts runs by it: it
-            alone may differ beside what the arms of a study may have of their own.
+        but: settings that may differ, beside what the arms of a study may have of their own: those
+            that are compared in place of norms (`by_value`), or that arms were declared with.
 
     Returns:
         The pairs of each arm, and a line about each run that has no pair.
@@ -289,7 +289,7 @@ def pair_by_seed(arms: Arms, baseline: str, factor: str = "") -> tuple[Pairs, li
             base = bases.get(seed)
             if base is None:
                 left_out.append(f"{arm}, seed {seed}: not paired: {baseline} has no such seed")
-            elif difference := difference_in_settings(run, base, (factor,)):
+            elif difference := difference_in_settings(run, base, but):
                 left_out.append(f"{arm}, seed {seed}: not paired: {difference}")
             else:
                 pairs[arm].append(Pair(run, base))

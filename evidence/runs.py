@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from common.code_digest import SHORT, shortened
+from common.code_digest import SHORT, digest_of_commit, shortened
 from common.errors import UserError
 from common.fingerprint import data_difference
 from common.past import (
@@ -252,6 +252,18 @@ class Run:
         Empty in logs without a digest.
         """
         return self._codes_and_changes[0]
+
+    @cached_property
+    def codes_of_commit(self) -> set[str]:
+        """The short digest of the commit's tree; empty if git here does not know the commit."""
+        digest = digest_of_commit(str(self.start.get("git")))
+        return self._one_code({digest}, {}) if digest else set()
+
+    @property
+    def code_name(self) -> str:
+        """What messages call the code that trained the run."""
+        digest = self.start.get("code") or next(iter(self.codes_of_commit), "")
+        return digest[:SHORT] or f"of commit {self.start.get('git')}, without a digest,"
 
     @property
     def _changes(self) -> list[str]:
@@ -511,11 +523,14 @@ def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -
 def difference_in_code(run: Run, other: Run) -> str:
     """Describe in one phrase that other code trained two runs; "" if it did not.
 
-    Logs without a digest of the code do not tell.
+    Two logs without a digest of the code do not tell. One without is compared with one that has a
+    digest by that of its commit's tree.
     """
-    if not run.codes or not other.codes or run.codes & other.codes:
+    if not run.codes and not other.codes:
         return ""
-    return f"code {run.start['code'][:SHORT]} against {other.start['code'][:SHORT]}"
+    if (run.codes or run.codes_of_commit) & (other.codes or other.codes_of_commit):
+        return ""
+    return f"code {run.code_name} against {other.code_name}"
 
 
 def item_differences(run: Run, baseline: Run, rule: str) -> np.ndarray:

@@ -176,7 +176,7 @@ def arms_under(condition: Condition) -> Arms:
     return arms
 
 
-def all_pairs(arms: Arms, baseline: str, factor: str = "") -> Pairs:
+def all_pairs(arms: Arms, baseline: str, but: tuple[str, ...] = ()) -> Pairs:
     """Pair all runs that have not diverged with those of the baseline, by seed.
 
     Raises UserError if one is not finished, or if evidence/comparison.py refuses a pair.
@@ -184,7 +184,7 @@ def all_pairs(arms: Arms, baseline: str, factor: str = "") -> Pairs:
     for runs in arms.values():
         for run in runs.values():
             final_loss(run)
-    pairs, left_out = pair_by_seed(arms, baseline, factor)
+    pairs, left_out = pair_by_seed(arms, baseline, but)
     base = {seed for seed, run in arms[baseline].items() if not run.diverged}
     for arm, its in pairs.items():
         seeds = {seed for seed, run in arms[arm].items() if not run.diverged}

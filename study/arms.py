@@ -4,8 +4,10 @@ An arm is a norm type and keys, `coupled --coupled_span=2`, with a name before i
 `wide:coupled --coupled_span=2`.
 """
 
+import itertools
 import re
 import shlex
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from common.errors import ConfigError
@@ -13,6 +15,9 @@ from common.errors import ConfigError
 NAMED = re.compile(r"(\w[\w.-]*):(?=.)", re.ASCII)
 # What a sweep itself tells train.py of each run
 SET_BY_SWEEP = {"arm", "hellaswag", "jobs", "norm_type", "out_dir", "seed"}
+# Keys beside those of norms that the arms of a study may have of their own; where one has several
+# values, with commas between, the screening decides
+CHOICES = ("init_std", "initial_gain", "optimizer")
 # Without leading zeros: 08 would be seed 8 once more.
 SEED = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
@@ -66,6 +71,39 @@ def read_arm(text: str) -> Arm:
         return Arm(named[1], (*words, f"--arm={named[1]}"))
     name = re.sub("[ /]", "_", "+".join([norm_type, *keys]).replace("+--", "+"))
     return Arm(name, words)
+
+
+def named(text: str) -> tuple[str, str, str]:
+    """Split an arm into its name, a colon if it has a name, and the rest."""
+    found = NAMED.match(text)
+    return (found[1], ":", text[found.end() :]) if found else ("", "", text)
+
+
+def options_of(text: str) -> tuple[str, ...]:
+    """Return the arms that an arm stands for: one for each combination of its CHOICES.
+
+    `peri --init_std=0.04,0.08` is two; most are one.
+    """
+    name, colon, rest = named(text)
+    lists = []
+    for word in split(rest):
+        key, _, values = word.partition("=")
+        is_choice = key.removeprefix("--") in CHOICES and "," in values
+        lists.append([f"{key}={value}" for value in values.split(",")] if is_choice else [word])
+    if all(len(words) == 1 for words in lists):
+        return (text,)
+    found = []
+    for words in itertools.product(*lists):
+        own = [word for word, several in zip(words, lists, strict=True) if len(several) > 1]
+        names = [name, *(word.removeprefix("--").replace("=", "-") for word in own)]
+        found.append(("-".join(names) if name else "") + colon + shlex.join(words))
+    return tuple(found)
+
+
+def own_choices(texts: Iterable[str]) -> set[str]:
+    """Name the CHOICES that some of these arms have of their own."""
+    words = (word for text in texts for word in read_arm(text).words)
+    return {word.removeprefix("--").partition("=")[0] for word in words} & {*CHOICES}
 
 
 def check_word(word: str, where: str) -> None:

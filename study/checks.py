@@ -87,8 +87,14 @@ def parse(words: list[str], out: Path) -> TrainConfig:
     return config
 
 
-def check_arms(arms: list[Arm], configs: list[TrainConfig]) -> None:
-    """Check that arms differ, have names of their own, and can be compared with the first one."""
+def check_arms(
+    arms: list[Arm], configs: list[TrainConfig], may_differ: Set[str] = frozenset()
+) -> None:
+    """Check that arms differ, have names of their own, and can be compared with the first one.
+
+    Args:
+        may_differ: keys beside those of norms that arms may have of their own.
+    """
     by_name: dict[str, Arm] = {}
     by_meaning: dict[str, Arm] = {}
     for arm, config in zip(arms, configs, strict=True):
@@ -98,7 +104,7 @@ def check_arms(arms: list[Arm], configs: list[TrainConfig]) -> None:
                 f"ARMS: {arm.name} is {same.name}, an arm that is named twice: name it once"
             )
         by_name[arm.name] = by_meaning[meaning(config)] = arm
-        check_comparable(arm.name, as_logged(config), as_logged(configs[0]))
+        check_comparable(arm.name, as_logged(config), as_logged(configs[0]), may_differ)
 
 
 def as_logged(config: TrainConfig) -> dict[str, Any]:
@@ -117,15 +123,18 @@ def meaning(config: TrainConfig) -> str:
     return json.dumps({**own, "norm_type": config.norm_type, **norms}, sort_keys=True)
 
 
-def check_comparable(name: str, own: dict[str, Any], first: dict[str, Any]) -> None:
+def check_comparable(
+    name: str, own: dict[str, Any], first: dict[str, Any], may_differ: Set[str] = frozenset()
+) -> None:
     """Check that report.py will compare an arm with the first one.
 
     Args:
         own, first: settings of both.
+        may_differ: as check_arms has it.
 
     Raises ConfigError that names a setting in which they differ, and which is not about norms.
     """
-    for key in sorted(own.keys() - NORM_KEYS - NAMES - {"seed"}):
+    for key in sorted(own.keys() - NORM_KEYS - NAMES - {"seed"} - may_differ):
         is_rate = key in RATES
         if own[key] != first[key] and not (is_rate and own["study"]):
             declared = "declare them with --study=NAME, or " if is_rate else ""

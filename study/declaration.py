@@ -20,7 +20,7 @@ from common.inputs import read_regular
 from common.norm_file import check_none_is_named
 from common.output import parse_json, write_bytes_atomically, writing
 
-from .arms import Arm, read_arm
+from .arms import Arm, options_of, read_arm
 
 FILE = "judge.json"
 LARGEST = 1 << 24  # bytes of a judge.json
@@ -29,6 +29,8 @@ RULES = (
     "best, three on either side at most; a second seed at the best two rates and beside the best; "
     "the vertex of the parabola over log2 of the rate. An arm whose best rate is still at an end "
     "has no verdict. min_lr keeps its share of the rate.",
+    "Choices: an arm that has several values of init_std, initial_gain or optimizer is screened "
+    "with each; the lowest loss decides which goes on.",
     "Starts: an arm of a norm file that starts outside 0.95 to 1.05 of the baseline's scale has a "
     "second arm at the matched initial_gain, in the same family.",
     "Verdict: val_loss_full after the last step on new seeds, each arm at its own rate, paired by "
@@ -49,6 +51,11 @@ class JudgedArm(NamedTuple):
     def arm(self) -> Arm:
         """Its name, and its words for train.py."""
         return read_arm(self.text)
+
+    @property
+    def options(self) -> tuple["JudgedArm", ...]:
+        """The arms that its screenings decide between: mostly itself alone."""
+        return tuple(JudgedArm(text, self.matches) for text in options_of(self.text))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ OUT/verdict/ARM-SEED                       or in OUT/verdict.tar.xz
 """
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from common.code_digest import SHORT, shortened
 from common.errors import UserError
@@ -13,6 +14,7 @@ from common.output import writing
 from evidence.archive import SUFFIX, by_run, read, write
 from evidence.runs import Run, final_loss
 
+from .arms import CHOICES
 from .declaration import JudgedArm, Record
 from .rates import FIRST, MOST, SECOND, Screen
 from .workers import state_by_log, state_of
@@ -53,22 +55,44 @@ def keep(out: Path, folder: Path) -> None:
             write(folder / f"{stage}{SUFFIX}", content)
 
 
-def mismatch(run: Run, record: Record, seed: int, rate: float) -> str:
+class Chosen(NamedTuple):
+    """Which of its options an arm is judged with, and at which learning rate."""
+
+    option: JudgedArm
+    screen: Screen
+    rate: float | None  # None if no screening has settled it
+
+
+def mismatch(run: Run, record: Record, option: JudgedArm, seed: int, rate: float) -> str:
     """Say why a run of the study's name is not one of it; "" if it is.
 
     Args:
-        seed, rate: that it should have.
+        option, seed, rate: that it should have.
     """
     declared = record.declaration
     wanted = {"study": declared.study, "seed": seed, "learning_rate": rate}
     for key, value in wanted.items():
         if (there := run.config.get(key)) != value:
             return f"{key}={there}, and the study's is {value}"
+    for word in option.arm.words:
+        key, _, text = word.removeprefix("--").partition("=")
+        if key in CHOICES and not has_value(there := run.config.get(key), text):
+            return f"{key}={there}, and the screening chose {text}"
     if run.codes and not run.codes & shortened({declared.code}):
         return f"code {run.start['code'][:SHORT]}, and the study's is {declared.code[:SHORT]}"
     if data_difference(declared.data, data := str(run.start.get("data"))):
         return f"data: {data}, and the study's are {declared.data}"
     return ""
+
+
+def has_value(there: Any, text: str) -> bool:
+    """Tell whether a setting of a run is what a word says."""
+    if isinstance(there, str):
+        return there == text
+    try:
+        return float(text) == there
+    except ValueError:
+        return True  # auto, which a run works out
 
 
 def rate_at(record: Record, octave: float) -> float:
@@ -105,7 +129,7 @@ def screen_of(runs: Finished, record: Record, judged: JudgedArm) -> Screen:
     for octave, seeds in its.items():
         for which, run in seeds.items():
             seed = record.declaration.screen_seeds[which]
-            if why := mismatch(run, record, seed, rate_at(record, octave)):
+            if why := mismatch(run, record, judged, seed, rate_at(record, octave)):
                 raise UserError(f"{run.name}: {why}: {AGAIN}")
     return Screen(
         {
@@ -119,6 +143,24 @@ def chosen_rate(record: Record, screen: Screen) -> float | None:
     """Return an arm's learning rate, to two digits; None if the screening did not settle it."""
     octave = screen.choice()
     return None if octave is None else float(f"{record.declaration.rate * 2**octave:.1e}")
+
+
+def chosen(runs: Finished, record: Record, judged: JudgedArm) -> Chosen:
+    """Return what an arm's screenings choose: of its options, the one with the lowest loss.
+
+    Args:
+        runs: of all screenings.
+    """
+    screens = screens_of(runs, record, judged)
+    by_loss = sorted(screens, key=lambda option: screens[option].lowest)
+    best = by_loss[0]
+    is_over = all(screen.is_over for screen in screens.values())
+    return Chosen(best, screens[best], chosen_rate(record, screens[best]) if is_over else None)
+
+
+def screens_of(runs: Finished, record: Record, judged: JudgedArm) -> dict[JudgedArm, Screen]:
+    """Return the screening of each option of an arm."""
+    return {option: screen_of(runs, record, option) for option in judged.options}
 
 
 def judged_runs(runs: Finished, record: Record, judged: JudgedArm) -> dict[int, Run]:

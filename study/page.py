@@ -20,7 +20,9 @@ from .verdict import Outcome, label
 BEYOND = (1, 2)  # octaves above the best rate at which the loss is told: double and four times
 METHODS = """\
 Every arm is trained from scratch with the same data, in the same order, and the same settings; only
-its norms, its learning rate and, where declared, its initial gain are its own. The learning rate is
+its norms, its learning rate and, where its words say so, its initial gain, the scale of its initial
+weights (init_std) or its optimizer are its own. Of several values of these, each has learning rates
+of its own, and the one with the lowest loss goes on. The learning rate is
 found for each arm by itself, with two seeds that the verdict does not use: octaves around the
 config's rate, one more beyond an end that is best, then a second seed at the best two and beside
 the best, and the vertex of the parabola over the logarithm of the rate. The verdict is on new
@@ -84,7 +86,7 @@ def settings_of_arms(outcome: Outcome) -> Table:
         rows.append(
             [
                 short_name(name),
-                judged.text,
+                outcome.chosen[name].text,
                 start_of(outcome, judged),
                 f"{rate:g}" if rate else "not settled",
                 f"{outcome.rate_errors[name]:.4f}" if rate else "",
@@ -118,15 +120,19 @@ def start_of(outcome: Outcome, judged: JudgedArm) -> str:
 
 def losses_by_rate(outcome: Outcome) -> Table:
     """Return the losses of the screenings, and what a rate that is too high costs."""
-    octaves = sorted({octave for screen in outcome.screens.values() for octave in screen.losses})
+    octaves = sorted({octave for screen in outcome.all_screens for octave in screen.losses})
     rates = [f"{rate_at(outcome.record, octave):g}" for octave in octaves]
     header = ["arm", *rates, "chosen", "at twice the best rate", "at four times"]
     rows = []
-    for name, screen in outcome.screens.items():
-        cells = [loss(screen.at(octave)) if octave in screen.losses else "" for octave in octaves]
-        rate = outcome.rates[name]
-        chosen = f"{rate:g}" if rate else "not settled"
-        rows.append([short_name(name), *cells, chosen, *rises(screen)])
+    for name, its in outcome.options.items():
+        for option, screen in its.items():
+            rate = outcome.rates[name]
+            chosen = f"{rate:g}" if rate else "not settled"
+            if option != outcome.chosen[name]:
+                chosen = "another is better"
+            cells = [loss(screen.at(o)) if o in screen.losses else "" for o in octaves]
+            called = name if len(its) == 1 else label(option)
+            rows.append([short_name(called), *cells, chosen, *rises(screen)])
     return Table(header, rows)
 
 
@@ -188,13 +194,14 @@ def checks(outcome: Outcome) -> Table:
 def row_cells(outcome: Outcome, judged: JudgedArm) -> list[str]:
     """Return an arm's row of the table of judged norms in docs/norms.md, as Markdown."""
     row = outcome.deciding.get(label(judged))
-    first = next(iter(outcome.arms[outcome.baseline].values()))
-    tokens = first.config["max_iters"] * first.start["tokens_per_step"]
+    base = outcome.arms.get(outcome.baseline, {})
+    lengths = {run.config["max_iters"] * run.start["tokens_per_step"] for run in base.values()}
+    trained = "".join(f", {tokens / 1e6:.1f} M" for tokens in lengths)
     settings = outcome.record.declaration.settings
     cells = [
         code(judged.text),
         code(outcome.record.baseline.text),
-        f"{settings['n_layer']} x {settings['n_embd']}, {tokens / 1e6:.1f} M",
+        f"{settings['n_layer']} x {settings['n_embd']}{trained}",
     ]
     if row is None or row.no_verdict:
         return [*cells, "", "", "", "no verdict"]
@@ -297,7 +304,7 @@ def header(outcome: Outcome) -> str:
     devices = ", ".join(sorted({run.start["device"] for run in runs}))
     torch = ", ".join(sorted({run.start["versions"]["torch"] for run in runs}))
     tokens = runs[0].config["max_iters"] * runs[0].start["tokens_per_step"]
-    screened = sum(len(its) for s in outcome.screens.values() for its in s.losses.values())
+    screened = sum(len(its) for s in outcome.all_screens for its in s.losses.values())
     return (
         f"{len(runs)} judged runs and {screened} of the screenings, {tokens:,} training tokens "
         f"each. Device: {devices}; torch {torch}."

@@ -32,6 +32,13 @@ PATIENCE = 900.0  # seconds in which the steps must be done
 FEWEST, MOST = 3, 64  # seeds that --hours may choose
 
 
+class ArmTime(NamedTuple):
+    """What an arm takes."""
+
+    seconds: float  # a run
+    options: int  # that are screened
+
+
 class Cost(NamedTuple):
     """What a whole study takes."""
 
@@ -132,24 +139,25 @@ def seconds_of_run(config: TrainConfig, val_tokens: int, speed: float, until_fir
     return until_first + (trained + EVALUATED * evaluated) / speed
 
 
-def cost(seconds: list[float], seeds: int, jobs: int) -> Cost:
+def cost(times: list[ArmTime], seeds: int, jobs: int) -> Cost:
     """Return runs and hours of a study.
 
     Args:
-        seconds: a run takes, for each arm.
+        times: of each arm.
         jobs: runs side by side.
     """
-    of_arm = OF_SCREENING + seeds
-    return Cost(len(seconds) * of_arm, sum(seconds) * of_arm / jobs / 3600)
+    runs = [OF_SCREENING * arm.options + seeds for arm in times]
+    seconds = sum(arm.seconds * count for arm, count in zip(times, runs, strict=True))
+    return Cost(sum(runs), seconds / jobs / 3600)
 
 
-def seeds_within(seconds: list[float], jobs: int, hours: float) -> int:
+def seeds_within(times: list[ArmTime], jobs: int, hours: float) -> int:
     """Return the most seeds with which a study ends within hours. Raises UserError if none do."""
     possible = [
-        count for count in range(FEWEST, MOST + 1) if cost(seconds, count, jobs).hours <= hours
+        count for count in range(FEWEST, MOST + 1) if cost(times, count, jobs).hours <= hours
     ]
     if not possible:
-        least = cost(seconds, FEWEST, jobs).hours
+        least = cost(times, FEWEST, jobs).hours
         raise UserError(
             f"hours={hours:g}: {FEWEST} seeds take {least:.1f} hours: give more hours, fewer arms, "
             "or a shorter run"

@@ -17,12 +17,12 @@ from evidence.runs import NAMES
 from norm_types import NORM_TYPES
 from training.config import TrainConfig
 
-from .arms import check_word, read_arm, read_arms, split
+from .arms import CHOICES, check_word, named, own_choices, read_arm, read_arms, split
 from .checks import NORM_KEYS, as_logged, check_arms, data_of, parse
 from .declaration import RULES, Declaration, JudgedArm, Record
 from .finished import JUDGED, SCREENING
 from .norm_check import check_arm, size_of
-from .plan import cost, power_lines, seeds_within, time_arm
+from .plan import ArmTime, cost, power_lines, seeds_within, time_arm
 from .starts import matched_gain, starts
 
 SEEDS = 4  # of the verdict, where neither --seeds nor --hours says
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
         common: words of train.py for all arms, with the norm file and its digest.
         norm_file: None without one.
         first_seed: of the verdict.
-        config: of the baseline.
+        config: of the baseline, without what it has of its own.
     """
 
     arms: tuple[str, ...]
@@ -89,22 +89,36 @@ def read_asked(
     for text in texts:
         for word in read_arm(text).words:
             refuse_words(word, OWN_OF_ARMS, "the study finds it for each arm: leave it out")
-    read = read_arms(arms)
-    configs = [parse([*common, *arm.words], out) for arm in read]
-    check_arms(read, configs)
-    return Asked(tuple(texts), tuple(common), norm_file, first_seed, configs[0])
+    names = [arm.name for arm in read_arms(arms)]
+    if again := next((name for name in names if names.count(name) > 1), ""):
+        raise ConfigError(f"arms: {again} is the name of two arms: give one another by NAME:")
+    options = [option.arm for text in texts for option in JudgedArm(text, "").options]
+    configs = [parse([*common, *arm.words], out) for arm in options]
+    check_arms(options, configs, own_choices(texts))
+    shared = [word for word in options[0].words if not sets_any(word, {*CHOICES} - NORM_KEYS)]
+    config = parse([*common, *shared], out)
+    return Asked(tuple(texts), tuple(common), norm_file, first_seed, config)
 
 
 def refuse_words(word: str, names: set[str], why: str) -> None:
     """Raise ConfigError for a word that sets one of these keys."""
-    name = word.removeprefix("--").partition("=")[0]
-    if word.startswith("--") and name in names:
+    if sets_any(word, names):
         raise ConfigError(f"{word}: {why}")
 
 
+def sets_any(word: str, names: set[str]) -> bool:
+    """Tell whether a word sets one of these keys."""
+    return word.startswith("--") and word.removeprefix("--").partition("=")[0] in names
+
+
 def config_of(asked: Asked, text: str, out: Path) -> TrainConfig:
-    """Return the settings of an arm, at the rate of the config."""
-    return parse([*asked.common, *read_arm(text).words], out)
+    """Return the settings of an arm, of its first option at the rate of the config."""
+    return parse([*asked.common, *first_words(text)], out)
+
+
+def first_words(text: str) -> tuple[str, ...]:
+    """Return the words for train.py of an arm's first option."""
+    return JudgedArm(text, "").options[0].arm.words
 
 
 # ------------------------------------------------------------------------------------- declaration
@@ -168,7 +182,7 @@ def prepare_arm(
         say: prints a line.
     """
     config, base = config_of(asked, text, out), config_of(asked, baseline, out)
-    words = [*asked.common, *read_arm(text).words]
+    words = [*asked.common, *first_words(text)]
     checks, places, matched = [], [], None
     if text != baseline:
         for finding in check_arm(config, words):
@@ -186,9 +200,12 @@ def prepare_arm(
 def matched_arm(text: str, config: TrainConfig, found: list[Any], say: Say) -> JudgedArm | None:
     """Return the arm that starts at the baseline's scale; None if none is needed.
 
-    House norm types start as their authors wrote them, and are never changed.
+    House norm types start as their authors wrote them, and are never changed. An arm with several
+    initial gains has a choice already.
     """
-    if NORM_TYPES[config.norm_type].source is None:
+    gains = {word for option in JudgedArm(text, "").options for word in option.arm.words}
+    has_choice = sum(word.startswith("--initial_gain=") for word in gains) > 1
+    if NORM_TYPES[config.norm_type].source is None or has_choice:
         return None
     gain = matched_gain(found, config)
     if gain is None:
@@ -200,13 +217,6 @@ def matched_arm(text: str, config: TrainConfig, found: list[Any], say: Say) -> J
     name, colon, words = named(text)
     own = f"{name}-matched:" if colon else ""
     return JudgedArm(f"{own}{words} --initial_gain={gain:.3g}", text)
-
-
-def named(text: str) -> tuple[str, str, str]:
-    """Split an arm into its name, a colon if it has a name, and the rest."""
-    arm = read_arm(text)
-    given = next((word for word in arm.words if word.startswith("--arm=")), "")
-    return (arm.name, ":", text[len(arm.name) + 1 :]) if given else ("", "", text)
 
 
 def val_tokens(data_dir: str) -> int:
@@ -240,7 +250,8 @@ def prepare(
     failed = failed_checks(found, choices)
     family, later = split_family(asked, found, out)
     seconds = {text: its.seconds for text, its in found.items()}
-    seeds, why = choose_seeds(choices, [*seconds.values()], jobs, out)
+    times = [time_of(JudgedArm(text, ""), seconds) for text in found]
+    seeds, why = choose_seeds(choices, times, jobs, out)
     record = Record(
         declaration=declare(asked, family),
         day=date.today().isoformat(),
@@ -303,24 +314,29 @@ def with_matched(texts: tuple[str, ...], found: dict[str, Prepared]) -> tuple[Ju
     return tuple(arms)
 
 
-def choose_seeds(choices: Choices, seconds: list[float], jobs: int, out: Path) -> tuple[int, str]:
+def time_of(judged: JudgedArm, seconds: dict[str, float]) -> ArmTime:
+    """Return what an arm takes, by the seconds of a run of each arm."""
+    return ArmTime(seconds[judged.text], len(judged.options))
+
+
+def choose_seeds(choices: Choices, times: list[ArmTime], jobs: int, out: Path) -> tuple[int, str]:
     """Return how many seeds the verdict has, and why. Raises UserError."""
     if planned := planned_in(out):
         return planned, "as the runs that are there were planned"
     if choices.seeds:
         return choices.seeds, f"--seeds={choices.seeds}"
     if choices.hours:
-        return seeds_within(seconds, jobs, choices.hours), f"--hours={choices.hours:g}"
+        return seeds_within(times, jobs, choices.hours), f"--hours={choices.hours:g}"
     return SEEDS, "the default"
 
 
 def plan_lines(record: Record) -> list[str]:
     """Say what the study will do, cost and find."""
-    seconds = [record.seconds[judged.text] for judged in record.arms]
-    whole = cost(seconds, record.seeds, record.jobs)
+    times = [time_of(judged, record.seconds) for judged in record.arms]
+    whole = cost(times, record.seeds, record.jobs)
     family = len(record.declaration.arms) - 1
     lines = [
-        f"plan: {len(seconds)} arms, at most about {whole.runs} runs, {whole.hours:.1f} hours with "
+        f"plan: {len(times)} arms, at most about {whole.runs} runs, {whole.hours:.1f} hours with "
         f"{record.jobs} side by side; {record.seeds} seeds of the verdict ({record.seeds_from})"
     ]
     lines += [

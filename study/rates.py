@@ -72,6 +72,11 @@ class Screen:
         return min(sorted(self.losses), key=self.at)
 
     @property
+    def lowest(self) -> float:
+        """The loss at the best octave; infinite before the first run."""
+        return self.at(self.best) if self.losses else math.inf
+
+    @property
     def missing_neighbour(self) -> int | None:
         """The octave beside the best one that was not run; None if both were."""
         beside = (self.best - 1, self.best + 1)

@@ -16,11 +16,11 @@ from .declaration import JudgedArm, Record
 from .finished import (
     JUDGED,
     SCREENING,
-    chosen_rate,
+    chosen,
     finished,
     rate_at,
-    screen_of,
     screening_name,
+    screens_of,
 )
 from .workers import STOPPED, Job, Sweep, state_of
 
@@ -71,9 +71,10 @@ def screen_arms(out: Path, record: Record, training: Training) -> None:
     while True:
         done, runs = finished(out, SCREENING), []
         for judged in record.arms:
-            for octave, which in screen_of(done, record, judged).next_runs():
-                arm = arm_at(judged, rate_at(record, octave), training)
-                runs.append(PlannedRun(arm, record.declaration.screen_seeds[which]))
+            for option, screen in screens_of(done, record, judged).items():
+                for octave, which in screen.next_runs():
+                    arm = arm_at(option, rate_at(record, octave), training)
+                    runs.append(PlannedRun(arm, record.declaration.screen_seeds[which]))
         if not runs:
             return
         train(runs, out / SCREENING, training, training.common)
@@ -84,9 +85,9 @@ def planned_runs(out: Path, record: Record, training: Training) -> list[PlannedR
     arms = []
     done = finished(out, SCREENING)
     for judged in record.arms:
-        rate = chosen_rate(record, screen_of(done, record, judged))
+        option, _, rate = chosen(done, record, judged)
         if rate is not None:
-            arms.append(Arm(judged.arm.name, (*judged.arm.words, *training.rate_words(rate))))
+            arms.append(Arm(judged.arm.name, (*option.arm.words, *training.rate_words(rate))))
         elif judged == record.baseline:
             return []
     runs = in_order(arms, record.declaration.seeds(record.seeds))

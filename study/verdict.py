@@ -22,16 +22,17 @@ from evidence.comparison import (
 )
 from evidence.names import short_name
 
+from .arms import own_choices
 from .declaration import JudgedArm, Record
 from .finished import (
     AGAIN,
     JUDGED,
     SCREENING,
-    chosen_rate,
+    chosen,
     finished,
     judged_runs,
     mismatch,
-    screen_of,
+    screens_of,
 )
 from .rates import Screen, noise, rate_error, worst_rate_error
 
@@ -62,7 +63,9 @@ class Outcome:
     Attributes:
         out: its folder.
         record: its judge.json.
-        screens: arm -> its screening.
+        options: arm -> each option of it, and its screening.
+        chosen: arm -> the option that is judged.
+        screens: arm -> the screening of that option.
         rates: arm -> its learning rate; None where it is not settled.
         rate_errors: arm -> standard error that its screening leaves in its loss, nats.
         arms: arm -> seed -> judged run.
@@ -74,6 +77,8 @@ class Outcome:
 
     out: Path
     record: Record
+    options: dict[str, dict[JudgedArm, Screen]]
+    chosen: dict[str, JudgedArm]
     screens: dict[str, Screen]
     rates: dict[str, float | None]
     rate_errors: dict[str, float]
@@ -96,7 +101,12 @@ class Outcome:
     @property
     def noise(self) -> float | None:
         """SD of a run's loss by the screenings, nats."""
-        return noise([*self.screens.values()])
+        return noise(self.all_screens)
+
+    @property
+    def all_screens(self) -> list[Screen]:
+        """The screenings of all options of all arms."""
+        return [screen for its in self.options.values() for screen in its.values()]
 
     @property
     def later(self) -> set[str]:
@@ -123,7 +133,7 @@ class Outcome:
     @property
     def is_open(self) -> bool:
         """Are runs missing that the study still wants?"""
-        if any(not screen.is_over for screen in self.screens.values()):
+        if any(not screen.is_over for screen in self.all_screens):
             return True
         if self.rates[self.baseline] is None:
             return False
@@ -180,10 +190,12 @@ def read_outcome(out: Path, record: Record) -> Outcome:
     """Read a study. Raises UserError for a damaged run."""
     names = {label(judged): judged for judged in record.arms}
     screened, judged_all = finished(out, SCREENING), finished(out, JUDGED)
-    screens = {name: screen_of(screened, record, judged) for name, judged in names.items()}
-    rates = {name: chosen_rate(record, screen) for name, screen in screens.items()}
+    options = {name: screens_of(screened, record, judged) for name, judged in names.items()}
+    choices = {name: chosen(screened, record, judged) for name, judged in names.items()}
+    screens = {name: choice.screen for name, choice in choices.items()}
+    rates = {name: choice.rate for name, choice in choices.items()}
     no_rate = {
-        name: NOT_SETTLED if screens[name].is_over else NOT_OVER
+        name: NOT_SETTLED if all(its.is_over for its in options[name].values()) else NOT_OVER
         for name, rate in rates.items()
         if rate is None
     }
@@ -192,18 +204,21 @@ def read_outcome(out: Path, record: Record) -> Outcome:
     # Without its rate, nothing tells whether an arm's runs were made at it, nor the rate's error.
     for name in names.keys() - no_rate.keys():
         for seed, run in judged_runs(judged_all, record, names[name]).items():
-            if why := mismatch(run, record, seed, rates[name]):
+            if why := mismatch(run, record, choices[name].option, seed, rates[name]):
                 others.append(f"{name}, seed {seed}: not paired: {why}: {AGAIN}")
             else:
                 arms.setdefault(name, {})[seed] = run
     arms = {name: arms[name] for name in names if name in arms}
-    errors = {name: rate_error_of(screen, screens) for name, screen in screens.items()}
+    every = [screen for its in options.values() for screen in its.values()]
+    errors = {name: rate_error_of(screen, every) for name, screen in screens.items()}
     compared = Compared({}, [], {}, [])
     if label(record.baseline) in arms:
         compared = compare_families(record, arms, errors)
     return Outcome(
         out=out,
         record=record,
+        options=options,
+        chosen={name: choice.option for name, choice in choices.items()},
         screens=screens,
         rates=rates,
         rate_errors=errors,
@@ -215,11 +230,15 @@ def read_outcome(out: Path, record: Record) -> Outcome:
     )
 
 
-def rate_error_of(screen: Screen, screens: dict[str, Screen]) -> float:
-    """Return the standard error that a screening leaves in an arm's loss, nats; 0 if not over."""
+def rate_error_of(screen: Screen, screens: list[Screen]) -> float:
+    """Return the standard error that a screening leaves in an arm's loss, nats; 0 if not over.
+
+    Args:
+        screens: all screenings of the study, which tell the noise of a run.
+    """
     if screen.choice() is None:
         return 0.0
-    sd = noise([*screens.values()]) or 0.0
+    sd = noise(screens) or 0.0
     if math.isfinite(screen.bend):
         return rate_error(screen.bend, sd)
     return math.hypot(screen.cost_beside_divergence, worst_rate_error() * sd)
@@ -246,8 +265,9 @@ def compare_families(record: Record, arms: Arms, errors: dict[str, float]) -> Co
     if all(run.problem() for run in bases):
         why = f"of {baseline}, no run can be compared: {bases[0].problem()}"
         return Compared({}, [], {label(judged): why for judged in record.arms[1:]}, [])
-    pairs, left_out = pair_by_seed(arms, baseline)
-    diverged = diverged_arms(like_baseline(arms, baseline))
+    own = tuple(own_choices(judged.text for judged in record.arms))
+    pairs, left_out = pair_by_seed(arms, baseline, own)
+    diverged = diverged_arms(like_baseline(arms, baseline, own))
     found = Compared(pairs, [], {}, left_out)
     for family in record.families:
         names = [label(judged) for judged in family]

@@ -1,8 +1,8 @@
 """A program in place of Python that writes what train.py would, at once, for tests of studies.
 
-FAKE_LOSSES=FILE names a JSON file: the start of a log, and for each arm the lowest loss, the best
-learning rate and how much the loss rises an octave from it. Noise is drawn from the words, so the
-same run has the same loss wherever and whenever it is made.
+FAKE_LOSSES=FILE names a JSON file: the start of a log; for each arm the lowest loss, the best
+learning rate and how much the loss rises an octave from it; in "own" what a word adds. Noise is
+drawn from the words, so the same run has the same loss wherever and whenever it is made.
 """
 
 import hashlib
@@ -34,6 +34,7 @@ def main(argv: list[str]) -> None:
     if arm in plan.get("fails", []):
         sys.exit("error: it fails")
     loss = loss_of(plan, arm, float(config["learning_rate"]), seed)
+    loss += sum(plan.get("own", {}).get(word.removeprefix("--"), 0.0) for word in argv)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     events = [start]

@@ -245,6 +245,42 @@ def test_a_run_that_is_lost_is_made_again(world):
     ]
 
 
+def test_an_arm_may_have_choices_of_its_own(world, capsys):
+    """Each is screened, the best one is judged, and nothing else may differ."""
+    world.plan["own"] = {"init_std=0.04": 0.05, "optimizer=muon": -0.03}
+    arms = "rms 'peri --init_std=0.04,0.05' 'wide:layer --optimizer=adamw,muon'"
+    world.judge(arms, "--seeds=3")
+    said = capsys.readouterr().out
+    assert "plan: 3 arms, at most about 44 runs" in said
+    record = read_record(world.out)
+    assert record.declaration.settings["init_std"] == 0.02
+    judged = {
+        name: json.loads((world.out / f"verdict/{name}-200/config.json").read_text())
+        for name in ("rms", "peri+init_std=0.04,0.05", "wide")
+    }
+    assert [its["init_std"] for its in judged.values()] == [0.02, 0.05, 0.02]
+    assert [its["optimizer"] for its in judged.values()] == ["adamw", "adamw", "muon"]
+    text = world.report()
+    assert "wide ends lower than rms" in text and "| peri --init_std=0.05 |" in text
+    assert len(re.findall("another is better", text)) == 2
+    assert len(world.trained()) == len({*world.trained()})
+
+    # A run of the other choice, or with a setting that no arm declared, is not averaged.
+    others = {"wide-200": ("optimizer", "adamw"), "wide-201": ("weight_decay", 0.3)}
+    for name, (key, value) in others.items():
+        log = world.out / f"verdict/{name}/log.jsonl"
+        start, *rest = log.read_text().splitlines()
+        event = json.loads(start)
+        event["config"][key] = value
+        log.write_text("\n".join([json.dumps(event), *rest, ""]))
+    assert judge.main([f"--out={world.out}"]) == 0
+    text = world.report()
+    assert "wide, seed 200: not paired: optimizer=adamw, and the screening chose muon" in text
+    assert (
+        "wide, seed 201: not paired: weight_decay=0.3" in text and "| wide | better |" not in text
+    )
+
+
 def test_a_norm_of_another_scale_has_a_second_arm(world, capsys):
     """Its start is matched; the page says what it explains. A house norm type never has one."""
     world.judge("rms MeanAbs layer", "--seeds=6")
@@ -601,7 +637,7 @@ def test_beside_a_divergence_the_best_rate_is_open():
     """A better one may lie between it and the divergence, so its error is not zero."""
     both = {0: 1.53, 1: 1.53}
     screen = Screen({-1: both, 0: {0: 1.5, 1: 1.5}, 1: {0: np.inf}})
-    assert screen.choice() == 0 and rate_error_of(screen, {"arm": screen}) >= 0.01
+    assert screen.choice() == 0 and rate_error_of(screen, [screen]) >= 0.01
 
 
 @pytest.mark.parametrize("bend, sd, arms, seeds", [(0.01, 0.015, 1, 16), (0.03, 0.005, 4, 4)])

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
 import zlib
 from collections.abc import Iterable
 from html.parser import HTMLParser
@@ -23,6 +24,7 @@ from helpers import ROOT
 
 import report
 from common import past
+from common.code_digest import digest_of_commit
 from common.errors import UserError
 from common.stats import ALPHA, detectable_effect, power_of_tost
 from evidence import archive, published, runs
@@ -428,15 +430,41 @@ def test_each_seed_may_have_a_device_of_its_own(tmp_path):
 
 
 def test_what_other_code_trained_is_not_compared(tmp_path):
-    """In a pair, and in one arm. A log without a digest does not tell."""
+    """In a pair, and in one arm."""
     for norm_type, code in (("rms", "a" * 64), ("layer", "b" * 64)):
         write_run(tmp_path, norm_type, 8, start={"code": code})
         for seed in (9, 10):
-            write_run(tmp_path, norm_type, seed)
+            write_run(tmp_path, norm_type, seed, start={"code": "a" * 64})
     assert reported(tmp_path).rows[0].seeds == [9, 10]
     write_run(tmp_path, "rms", 11, start={"code": "c" * 64})
     with pytest.raises(UserError, match=r"rms, seeds 11 and 8: code c{12} against a{12}"):
         reported(tmp_path)
+
+
+def test_a_log_without_a_digest_has_that_of_its_commit(tmp_path):
+    """If git knows the commit; else nothing tells that it is the code of a log with a digest.
+
+    Two logs without one do not tell.
+    """
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    digest = digest_of_commit(commit)
+    unknown = {"git": "f" * 40}
+    of_seed = {
+        7: ({"git": commit}, unknown),
+        8: ({"git": commit}, {"code": digest}),
+        9: ({"git": commit}, {"code": "b" * 64}),
+        10: ({"git": f"{commit}+12345678"}, {"code": digest}),
+        11: (unknown, {"code": digest}),
+    }
+    for seed, (one, other) in of_seed.items():
+        write_run(tmp_path, "rms", seed, start=one)
+        write_run(tmp_path, "layer", seed, start=other)
+    found = reported(tmp_path)
+    assert found.rows[0].seeds == [7, 8]
+    assert f"layer, seed 9: not paired: code {'b' * 12} against {digest[:12]}" in found.left_out
+    assert any(f"{'f' * 40}, without a digest" in line for line in found.left_out)
+    report.main([str(tmp_path), "--baseline=rms", f"--same_code={'b' * 12},{digest[:12]}"])
+    assert {line["n_seeds"] for line in lines_of(tmp_path / "report.csv")} == {"3"}
 
 
 def test_code_that_a_recorded_run_shows_to_be_the_same_is_compared(tmp_path):

@@ -9,7 +9,7 @@ import sys
 
 from helpers import ROOT
 
-from common.code_digest import code_digest, code_files, uncommitted_changes
+from common.code_digest import code_digest, code_files, digest_of_commit, uncommitted_changes
 from training.run import changes
 
 
@@ -55,9 +55,9 @@ def test_a_resumed_run_of_another_digest_is_told():
 def test_the_diff_makes_the_code_from_the_commit(tmp_path):
     """What was edited, added or deleted, of the files that count; whatever the user's git shows."""
 
-    def git(*words: str) -> None:
+    def git(*words: str) -> str:
         names = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", "-C", tmp_path, *names, *words], check=True, capture_output=True)
+        return subprocess.check_output(["git", "-C", tmp_path, *names, *words], text=True).strip()
 
     def write(**texts: str) -> None:
         for name, text in texts.items():
@@ -71,9 +71,13 @@ def test_the_diff_makes_the_code_from_the_commit(tmp_path):
     git("add", ".")
     git("commit", "-qm", "first")
     git("config", "diff.noprefix", "true")
+    assert digest_of_commit("HEAD", tmp_path) == ""
+    commit = git("rev-parse", "HEAD")
+    committed = code_digest(tmp_path)
     assert uncommitted_changes(tmp_path) == b""
     write(model_py="a = 2\n", training__new_py="d = 1\n", report_py="edited\n", mine_py="x\n")
     (tmp_path / "training/b.py").unlink()
+    assert digest_of_commit(commit, tmp_path) == committed
     digest, diff = code_digest(tmp_path), uncommitted_changes(tmp_path)
     assert b"report.py" not in diff and b"mine.py" not in diff
     git("stash", "-uq")
