@@ -12,9 +12,10 @@ from common.errors import UserError
 from common.fingerprint import data_difference
 from common.output import writing
 from evidence.archive import SUFFIX, by_run, read, write
-from evidence.runs import Run, final_loss
+from evidence.runs import RATES, Run, difference_in_settings, final_loss
 
 from .arms import CHOICES
+from .checks import compared_keys
 from .declaration import JudgedArm, Record
 from .rates import FIRST, MOST, SECOND, Screen
 from .workers import state_by_log, state_of
@@ -74,6 +75,12 @@ def mismatch(run: Run, record: Record, option: JudgedArm, seed: int, rate: float
     for key, value in wanted.items():
         if (there := run.config.get(key)) != value:
             return f"{key}={there}, and the study's is {value}"
+    settings = declared.settings | {"norm_type": run.config.get("norm_type")}
+    for key in sorted(compared_keys(settings, run.config) - {*RATES, *CHOICES}):
+        if (there := run.config[key]) != settings[key]:
+            return f"{key}={there}, and the study's is {settings[key]}"
+    if (there := run.config.get("norm_sha256")) and there != declared.norm_sha256:
+        return f"norm file {there[:SHORT]}, and the study's is {declared.norm_sha256[:SHORT]}"
     for word in option.arm.words:
         key, _, text = word.removeprefix("--").partition("=")
         if key in CHOICES and not has_value(there := run.config.get(key), text):
@@ -131,12 +138,21 @@ def screen_of(runs: Finished, record: Record, judged: JudgedArm) -> Screen:
             seed = record.declaration.screen_seeds[which]
             if why := mismatch(run, record, judged, seed, rate_at(record, octave)):
                 raise UserError(f"{run.name}: {why}: {AGAIN}")
+    for which in (FIRST, SECOND):
+        check_alike([seeds[which] for seeds in its.values() if which in seeds])
     return Screen(
         {
             octave: {which: final_loss(run, AGAIN) for which, run in seeds.items()}
             for octave, seeds in its.items()
         }
     )
+
+
+def check_alike(runs: list[Run]) -> None:
+    """Raise UserError if runs of one arm and seed differ in more than their rates."""
+    for run in runs[1:]:
+        if why := difference_in_settings(run, runs[0], RATES):
+            raise UserError(f"{run.name} and {runs[0].name}: {why}: {AGAIN}")
 
 
 def chosen_rate(record: Record, screen: Screen) -> float | None:

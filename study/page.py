@@ -261,10 +261,12 @@ def next_command(outcome: Outcome) -> str:
         word
         for word in record.command
         if not word.startswith(
-            ("--seeds=", "--first_seed=", "--out=", "--hours=", "--dry_run", "--keep=")
+            ("--arms=", "--seeds=", "--first_seed=", "--out=", "--hours=", "--dry_run", "--keep=")
         )
     ]
-    words = [*kept, f"--first_seed={first}", f"--seeds={seeds}", f"--out={outcome.out}-2"]
+    arms = shlex.join(judged.text for judged in record.arms if not judged.matches)
+    words = [f"--arms={arms}", *kept, f"--first_seed={first}", f"--seeds={seeds}"]
+    words.append(f"--out={outcome.out}-2")
     return printable(f"python judge.py {shlex.join(words)}")
 
 

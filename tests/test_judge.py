@@ -3,6 +3,7 @@
 python -m pytest tests/test_judge.py
 """
 
+import csv
 import dataclasses
 import fcntl
 import json
@@ -17,6 +18,7 @@ import torch
 from helpers import BYTES, ROOT, TINY, write_tiny_shards
 
 import judge
+import report
 import study.prepare
 from common.code_digest import code_digest
 from common.environment import environment
@@ -387,6 +389,55 @@ def edit_start(log: Path, **entries) -> None:
     for name, value in entries.items():
         (start["config"] if name in start["config"] else start)[name] = value
     log.write_text("\n".join([json.dumps(start), *rest]) + "\n")
+
+
+# What two runs that are compared must have alike
+MISMATCHES = {
+    "batch_size": {"batch_size": 64},
+    "data": {"data": "a:1:00000000 b:2:00000000"},
+    "code": {"code": "0" * 64},
+    "norm file": {"norm_sha256": "0" * 64},
+    "dtype": {"dtype": "bfloat16"},
+    "device": {"device": "cpu (another)"},
+    "learning_rate": {"learning_rate": 1.0},
+    "seed": {"seed": 7},
+    "study": {"study": "judge 0"},
+}
+PLACES = {
+    "an arm's run": "verdict/MeanAbs-201",
+    "the baseline's run": "verdict/rms-201",
+    "a screening": "rates/MeanAbs+learning_rate=0.006-100",
+    "report.py": "verdict/MeanAbs-202",
+}
+
+
+def test_no_run_that_differs_is_averaged(world):
+    """36 runs that do not belong to the others: each is refused or told, and none counts."""
+    world.judge("rms MeanAbs", "--seeds=4")
+    whole = {log: log.read_bytes() for log in world.out.glob("*/*/log.jsonl")}
+    assert "MeanAbs ends higher than rms" in world.report()
+    refused = []
+    for kind, entries in MISMATCHES.items():
+        for place, run in PLACES.items():
+            edit_start(world.out / run / "log.jsonl", **entries)
+            try:
+                if place == "report.py":
+                    report.main([f"{world.out}/verdict", "--baseline=rms", "--pictures=False"])
+                    assert "202" in (world.out / "verdict/report.md").read_text(), kind
+                    with open(world.out / "verdict/report.csv") as file:
+                        rows = [row for row in csv.DictReader(file) if row["arm"] == "MeanAbs"]
+                    assert {row["n_seeds"] for row in rows} <= {"3"}, kind
+                else:
+                    judge.main([f"--out={world.out}"])
+                    said = world.report()
+                    assert "201: not paired" in said or "201: " in said, (kind, place)
+                    assert "MeanAbs ends higher" not in said, (kind, place)
+            except UserError as error:
+                assert run[-3:] in str(error), (kind, place, error)
+            refused.append((kind, place))
+            for log, content in whole.items():
+                log.write_bytes(content)
+    assert len(refused) == 36
 
 
 OTHERS = {
