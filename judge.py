@@ -22,6 +22,7 @@ is added to --arms after the verdict is tested alone, and said to be. docs/judge
 """
 
 import contextlib
+import difflib
 import os
 import sys
 from dataclasses import dataclass, fields
@@ -50,6 +51,7 @@ from study.sweep import command as start_of_train
 from study.sweep import gpus_of_workers, machine_here, pin_norm_file, variable
 from study.verdict import read_outcome
 from study.workers import STOPPED
+from training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,16 @@ def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split a command line into the words of judge.py and those of train.py."""
     own, others = [], []
     for word in argv:
-        is_own = word.startswith("--") and word[2:].partition("=")[0] in {*OWN_KEYS, "help"}
-        (own if is_own or word == "-h" else others).append(word)
+        is_own = word == "-h" or (word.startswith("--") and is_own_key(word[2:].partition("=")[0]))
+        (own if is_own else others).append(word)
     return own, others
+
+
+def is_own_key(name: str) -> bool:
+    """Tell whether a key is one of judge.py, or is nearer to one of these than to train.py's."""
+    keys = [*OWN_KEYS, "help", *(field.name for field in fields(TrainConfig))]
+    near = [name] if name in keys else difflib.get_close_matches(name, keys, n=1, cutoff=0.5)
+    return bool(near) and near[0] in {*OWN_KEYS, "help"}
 
 
 def training_of(config: JudgeConfig, asked: Asked, study: str) -> Training:

@@ -9,7 +9,9 @@ import fcntl
 import json
 import re
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -585,7 +587,8 @@ WRONG = {
     "study": (["--study=mine"], "the study sets it itself"),
     "planned": (["--planned_seeds=3"], "the study sets it itself"),
     "seed": (["--seed=3"], "sets seed itself"),
-    "unknown": (["--sedes=3"], "unknown key"),
+    "unknown": (["--sedes=3"], "unknown key 'sedes': did you mean seeds"),
+    "unknown of train.py": (["--max_itrs=3"], "did you mean max_iters"),
     "sd alone": (["--sd=0.1"], "go together"),
     "hours": (["--hours=0.01"], "seeds take"),
     "quote": (["--arms=rms 'peri"], "quote"),
@@ -709,3 +712,33 @@ def test_studies_of_equal_arms_are_rarely_wrong(bend, sd, arms, seeds):
         verdicts = decide(estimates, 0.0, lower_is_better=True)
         wrong += any(verdict.p_holm < ALPHA for verdict in verdicts)
     assert wrong <= 18  # 9 %: 200 studies of 5 % have more once in a hundred
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends the child")
+def test_the_run_that_is_timed_ends_with_the_program(tmp_path):
+    """Even where that is killed."""
+    child, pid = tmp_path / "child", tmp_path / "pid"
+    child.write_text(f"#!/bin/sh\necho $$ > {pid}.new\nmv {pid}.new {pid}\nexec sleep 600\n")
+    child.chmod(0o755)
+    call = "import sys; from pathlib import Path; from study.plan import time_arm\n"
+    call += "time_arm((sys.argv[1],), [], None, 0, Path(sys.argv[2]))"
+    words = [sys.executable, "-c", call, str(child), str(tmp_path / "out")]
+    with subprocess.Popen(words, cwd=ROOT) as program:
+        wait_until(pid.exists)
+        program.kill()
+    wait_until(lambda: not is_running(pid.read_text().strip()))
+
+
+def is_running(pid: str) -> bool:
+    """Tell whether a process is there and has not ended. One that nobody waits for is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(is_so) -> None:
+    until = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
