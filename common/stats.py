@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 
 ALPHA = 0.05  # of every test, after correction
 POWER = 0.8  # for the minimal detectable effect and the number of seeds
-QUANTILES = 1000  # of the observed SD, in the power of TOST
+QUANTILES = 1000  # of the observed SD, in the power of tests
 TINY = 1e-300
 LARGEST = 1e3  # SDs: a difference or a margin that is found with any two pairs
 
@@ -176,14 +176,36 @@ def power_of_t(effect: float, sd: float, n: int, alpha: float) -> float:
     return float(upper + lower)
 
 
-def detectable_effect(sd: float, n: int, alpha: float = ALPHA) -> float:
-    """Return the smallest true difference that n pairs with this SD find with 80 % power."""
+def detectable_effect(sd: float, n: int, alpha: float = ALPHA, error: float = 0.0) -> float:
+    """Return the smallest true difference that n pairs with this SD find with 80 % power.
+
+    Args:
+        error: standard error that is added to that of the mean, in SDs of the pairs.
+    """
 
     def above(effect: float) -> float:
+        if error:
+            return power_with_error(effect, n, alpha, error) - POWER
         return power_of_t(effect, 1.0, n, alpha) - POWER
 
     # Power depends on the effect in units of the SD alone.
     return sd * brentq(above, 0.0, LARGEST)
+
+
+def power_with_error(effect: float, n: int, alpha: float, error: float) -> float:
+    """Return the power of a t test whose standard error counts more than the pairs show.
+
+    Args:
+        effect: the true difference, in SDs of the pairs.
+        n: number of pairs.
+        alpha: two-sided level.
+        error: standard error that is added to that of the mean, in SDs of the pairs.
+    """
+    critical = stats.t.isf(alpha / 2, n - 1)
+    # In true standard errors of the mean: what must be passed, for each SD that the pairs may show
+    needed = critical * np.hypot(_observed_sds(n), n**0.5 * error)  # (QUANTILES,)
+    shift = effect * n**0.5
+    return float((stats.norm.cdf(shift - needed) + stats.norm.cdf(-shift - needed)).mean())
 
 
 def power_of_tost(mean: float, delta: float, sd: float, n: int, alpha: float) -> float:

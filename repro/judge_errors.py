@@ -21,7 +21,7 @@ import numpy as np
 
 from common.errors import run_program
 from common.output import made_with, markdown, write_bytes_atomically, writing
-from common.stats import ALPHA, decide, paired, power_of_t
+from common.stats import ALPHA, decide, paired, power_with_error
 from configurator import key, parse_args
 from evidence.comparison import with_error
 from study.rates import Screen, noise, rate_error, worst_rate_error
@@ -90,8 +90,7 @@ def study(setting: Setting, planted: float, draw: np.random.Generator) -> list[b
 
 def planned_power(setting: Setting, rate_error: float) -> float:
     """Return the chance to find PLANTED that the plan says, for a rate's error in SDs of a run."""
-    inflated = math.sqrt(1 + setting.seeds * rate_error**2)
-    return power_of_t(PLANTED, inflated, setting.seeds, ALPHA / setting.arms)
+    return power_with_error(PLANTED, setting.seeds, ALPHA / setting.arms, rate_error)
 
 
 def line_of(setting: Setting, studies: int) -> list[Any]:

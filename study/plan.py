@@ -1,7 +1,6 @@
 """Say before the first run what a study will cost, and what it can find."""
 
 import ctypes
-import math
 import os
 import shutil
 import signal
@@ -202,8 +201,7 @@ def found_by(seeds: int, arms: int, rate_error: float) -> float:
         rate_error: standard error of an arm's rate, in SDs of a run.
     """
     # Both arms of a pair have a rate, and a pair's variance is that of two runs.
-    inflated = math.sqrt(1 + seeds * rate_error**2)
-    return detectable_effect(inflated, seeds, ALPHA / max(arms, 1))
+    return detectable_effect(1.0, seeds, ALPHA / max(arms, 1), rate_error)
 
 
 def jobs_here(processes: int) -> int:

@@ -321,7 +321,9 @@ def time_of(judged: JudgedArm, seconds: dict[str, float]) -> ArmTime:
 
 def choose_seeds(choices: Choices, times: list[ArmTime], jobs: int, out: Path) -> tuple[int, str]:
     """Return how many seeds the verdict has, and why. Raises UserError."""
-    if planned := planned_in(out):
+    planned = planned_in(out)
+    # With the same number there is nothing to say of runs whose judge.json is lost.
+    if planned and planned != (choices.seeds or SEEDS):
         return planned, "as the runs that are there were planned"
     if choices.seeds:
         return choices.seeds, f"--seeds={choices.seeds}"

@@ -27,6 +27,7 @@ from common.stats import (
     paired_times,
     power_of_t,
     power_of_tost,
+    power_with_error,
     seeds_needed,
     welch,
 )
@@ -94,6 +95,24 @@ def test_detectable_effect_and_seeds_agree():
         ) == (n, n)
     assert seeds_needed(0.001, 0.0, 1.0) is None and seeds_needed(0.0, 0.0, 1.0) is None
     assert seeds_needed(0.1, 0.0, 0.0) == 2
+
+
+def test_the_power_with_an_error_more_is_that_of_simulated_tests():
+    """The noise is that of the pairs, and the standard error of the test is larger."""
+    draw = np.random.default_rng(0)
+    for n, effect, error, alpha in (
+        (4, 2.0, 0.27, 0.0125),
+        (4, 2.0, 0.27, 0.05),
+        (16, 0.6, 0.1, 0.05),
+    ):
+        pairs = effect + draw.normal(0, 1, (40_000, n))
+        needed = scipy_stats.t.isf(alpha / 2, n - 1)
+        own = pairs.std(1, ddof=1) / n**0.5
+        found = abs(pairs.mean(1)) > needed * np.hypot(own, error)
+        assert power_with_error(effect, n, alpha, error) == pytest.approx(found.mean(), abs=0.01)
+        expected = power_of_t(effect, 1.0, n, alpha)
+        assert power_with_error(effect, n, alpha, 0.0) == pytest.approx(expected, abs=1e-4)
+    assert detectable_effect(1.0, 4, error=0.2) > detectable_effect(1.0, 4)
 
 
 def test_power_of_tost_is_that_of_simulated_tests():
