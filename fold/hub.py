@@ -10,7 +10,6 @@ and where centrings were inserted. transformers alone reads such a folder as a m
 on the centred weights. That is the same function, as long as the weights are not trained on.
 """
 
-import hashlib
 import inspect
 import json
 import shutil
@@ -113,15 +112,19 @@ def _write(model: nn.Module, folder: Path, certificate: Certificate | None, sour
     """Write all files of a folder, as `save` says."""
     norms = [module for module in model.modules() if isinstance(module, FoldedNorm)]
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    swaps = [norm.swap for norm in norms]
+    insertions = [hook.insertion for hook in hooks if isinstance(hook, Center)]
     recipe = {
-        "swaps": [asdict(norm.swap) for norm in norms],
-        "insertions": [asdict(hook.insertion) for hook in hooks if isinstance(hook, Center)],
+        "swaps": [asdict(swap) for swap in swaps],
+        "insertions": [asdict(insertion) for insertion in insertions],
         "check": any(norm.check for norm in norms),
     }
     if certificate is not None:
-        told = _told(certificate, source)
+        told = with_source(certificate, source)
         (folder / CERTIFICATE).write_bytes(told)
-        _mark(model.config, certificate, source, hashlib.sha256(told).hexdigest())
+        model.config.converted_from = hub.converted_from(told)
+        if certificate.to == "weightless" or hasattr(model.config, "weightless_norms"):
+            model.config.weightless_norms = model.config.converted_from["certificate"]
     model.save_pretrained(folder)
     companions = hub.companions(hub.model_folder(source)) if source else ()
     # A tokenizer and the like, where save_pretrained has not written the file itself
@@ -132,25 +135,13 @@ def _write(model: nn.Module, folder: Path, certificate: Certificate | None, sour
         (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
 
 
-def _told(certificate: Certificate, source: str) -> bytes:
+def with_source(certificate: Certificate, source: str) -> bytes:
     """Return the JSON of a certificate with that of the source, which may be converted, too."""
     told = json.loads(certificate.to_json()) | {"source": source}
     path = hub.model_folder(source) / CERTIFICATE if source else None
     if path is not None and path.is_file():
         told["source_certificate"] = json.loads(path.read_text(encoding="utf-8"))
     return (json.dumps(told, indent=1) + "\n").encode()
-
-
-def _mark(config: Any, certificate: Certificate, source: str, sha256: str) -> None:
-    """Say in config.json what a model was made of: its weights alone would not show it."""
-    config.converted_from = {
-        "source": source,
-        "weights": certificate.weights.get("before", ""),
-        "to": certificate.to,
-        "certificate": sha256,
-    }
-    if certificate.to == "weightless" or hasattr(config, "weightless_norms"):
-        config.weightless_norms = sha256
 
 
 def _difference_to(model: nn.Module, folder: Path, inputs: dict[str, Any] | None) -> str:
