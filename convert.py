@@ -38,8 +38,8 @@ coupled_gpt2, coupled_qwen3 or coupled_llama, whose code (hf/modeling_coupled.py
 transformers reads the folder with trust_remote_code=True.
 
 A Hugging Face model that our GPT does not load is folded as transformers computes it. Then --out is
-a folder of transformers with fold.json in it. hub.load(FOLDER) of fold/hub.py is the model with its
-RMSNorms; transformers alone reads the folder with LayerNorms, and the same function.
+a folder of transformers. By trust_remote_code=True it is the model with its RMSNorms, and so is
+hub.load(FOLDER) of fold/hub.py; without, transformers reads LayerNorms, and the same function.
 
 --to=weightless leaves a Hugging Face model what it is: a folder of the same architecture and keys,
 with gains of 1 (Gemma: 0, for 1 + weight). A head that is the embedding gets weights of its own, as
@@ -349,8 +349,8 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
             inserted = len(more.centrings())
             lines.append(f"with --insert {len(more.norms)} fold ({inserted} centrings inserted)")
         how = (
-            f"transformers reads it with LayerNorms (the same function), `from fold import hub; "
-            f"hub.load({config.out!r})` with RMSNorms"
+            f"transformers reads it with LayerNorms (the same function), with RMSNorms by "
+            f"trust_remote_code=True, or `from fold import hub; hub.load({config.out!r})`"
         )
     if not certificate.ok:
         raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")

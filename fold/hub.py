@@ -7,7 +7,9 @@
 `save` writes what save_pretrained writes, with the weights under their old names, and fold.json
 where modules were changed. That file says what the weights do not: which norms are RMSNorms now,
 and where centrings were inserted. transformers alone reads such a folder as a model with LayerNorms
-on the centred weights. That is the same function, as long as the weights are not trained on.
+on the centred weights. That is the same function, as long as the weights are not trained on. With
+trust_remote_code=True its Auto classes read it with RMSNorms, by modeling_folded.py, which goes
+along.
 """
 
 import inspect
@@ -27,6 +29,7 @@ from .siblings import ConfigError, UserError, hub, whole_folder
 
 RECIPE = "fold.json"
 CERTIFICATE = "certificate.json"
+CODE = "modeling_folded"
 
 
 def load_pretrained(spec: str | Path) -> nn.Module:
@@ -83,8 +86,8 @@ def save(
 
     Args:
         model: a model of transformers that fold.fold or fold.fold_gains returned.
-        folder: a new one. It gets what save_pretrained writes, and fold.json where a module is not
-            transformers'.
+        folder: a new one. It gets what save_pretrained writes, and fold.json and modeling_folded.py
+            where a module is not transformers'.
         certificate: is written as certificate.json, with that of the source if there is one.
             config.json says in `converted_from` what was converted to what, and if gains were ever
             folded, `weightless_norms` is the file's SHA-256.
@@ -119,6 +122,8 @@ def _write(model: nn.Module, folder: Path, certificate: Certificate | None, sour
         "insertions": [asdict(insertion) for insertion in insertions],
         "check": any(norm.check for norm in norms),
     }
+    if _point_to_code(model, swaps, insertions):
+        shutil.copyfile(Path(__file__).with_name(f"{CODE}.py"), folder / f"{CODE}.py")
     if certificate is not None:
         told = with_source(certificate, source)
         (folder / CERTIFICATE).write_bytes(told)
@@ -133,6 +138,43 @@ def _write(model: nn.Module, folder: Path, certificate: Certificate | None, sour
             shutil.copyfile(path, folder / path.name)
     if any(recipe.values()):
         (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+
+
+def _point_to_code(model: nn.Module, swaps: list[Swap], insertions: list[Insertion]) -> bool:
+    """Say in a model's config how modeling_folded.py makes it, if that file can.
+
+    It can where norms and centrings are along the last axis, in tensors of any rank, and the gains
+    are called `weight`; and where transformers has an Auto class for the model. Else the config
+    says nothing.
+    """
+    is_plain = all(
+        (swap.axis, swap.groups, swap.gain, swap.ndim) == (-1, 1, "weight", None)
+        and swap.bias in ("bias", None)
+        for swap in swaps
+    ) and all((insertion.axis, insertion.ndim) == (-1, None) for insertion in insertions)
+    auto = hub.import_transformers().models.auto.modeling_auto
+    config = model.config
+    mappings = {
+        each: getattr(cls, "_model_mapping", None)
+        for each, cls in vars(auto).items()
+        if isinstance(cls, type)
+    }
+    names = [
+        each
+        for each, mapping in mappings.items()
+        if mapping is not None and mapping.get(type(config), None) is type(model)
+    ]
+    if not (swaps and is_plain and names):
+        if vars(config).pop("folded", None):
+            del config.auto_map  # of a fold before this one
+        return False
+    config.folded = {
+        "norms": {swap.path: swap.eps for swap in swaps},
+        "centrings": {insertion.path: insertion.block for insertion in insertions},
+        "is_row": False,
+    }
+    config.auto_map = {each: f"{CODE}.{type(model).__name__}" for each in names}
+    return True
 
 
 def with_source(certificate: Certificate, source: str) -> bytes:
