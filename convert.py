@@ -38,8 +38,8 @@ coupled_gpt2, coupled_qwen3 or coupled_llama, whose code (hf/modeling_coupled.py
 transformers reads the folder with trust_remote_code=True.
 
 A Hugging Face model that our GPT does not load is folded as transformers computes it. Then --out is
-a folder of transformers with fold.json in it. hub.load(FOLDER) of fold/hub.py is the model with its
-RMSNorms; transformers alone reads the folder with LayerNorms, and the same function.
+a folder of transformers. By trust_remote_code=True it is the model with its RMSNorms, and so is
+hub.load(FOLDER) of fold/hub.py; without, transformers reads LayerNorms, and the same function.
 
 --to=weightless leaves a Hugging Face model what it is: a folder of the same architecture and keys,
 with gains of 1 (Gemma: 0, for 1 + weight). A head that is the embedding gets weights of its own, as
@@ -73,10 +73,10 @@ from common.inputs import check_regular
 from common.output import whole_folder
 from configurator import key, parse_args
 from fold import Report, gpt
-from fold.certificate import Certificate, certify
+from fold.certificate import FOLDED_USES, Certificate, certify
 from fold.choice import LEFT
 from fold.graph import Graph
-from fold.hub import example_inputs, load_as_saved, no_cache, save
+from fold.hub import example_inputs, load_as_saved, no_cache, save, with_source
 from fold.rescale import automatic_factor, plan_rescaling, rescale
 from hf.config import COUPLED, architecture, gpt_config
 from hf.weights import export_hf
@@ -238,7 +238,8 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
         raise FoldError(
             f"{what} is not exact ({certificate.reason}): --inexact writes it nevertheless"
         )
-    told = {"kl": mean_kl(model, after, tokens), "folded": None}  # of gains alone they are counted
+    # Folded norms are counted for gains alone.
+    told = {"kl": mean_kl(model, after, tokens), "folded": None, "to": config.to}
     if config.to == "weightless":
         told |= {"folded": len(folds), "refusals": left}
     return after, replace(certificate, **told)
@@ -348,8 +349,8 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
             inserted = len(more.centrings())
             lines.append(f"with --insert {len(more.norms)} fold ({inserted} centrings inserted)")
         how = (
-            f"transformers reads it with LayerNorms (the same function), `from fold import hub; "
-            f"hub.load({config.out!r})` with RMSNorms"
+            f"transformers reads it with LayerNorms (the same function), with RMSNorms by "
+            f"trust_remote_code=True, or `from fold import hub; hub.load({config.out!r})`"
         )
     if not certificate.ok:
         raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")
@@ -440,9 +441,11 @@ def convert_ours(spec: str, config: ConvertConfig) -> tuple[Certificate, list[st
             f"norm plan {after.plan}, alpha of each {SHARED} in turn: "
             f"{', '.join(f'{a:.4g}' for a in alpha)}"
         )
+    if is_of_hub(spec):  # our own models have no adapters
+        certificate = replace(certificate, not_covered=[*FOLDED_USES])
     if config.out:
         wrote = f"wrote {config.out}"
-        told = f"{certificate.to_json()}\n".encode()
+        told = with_source(certificate, spec)
         if is_of_hub(spec):
             wrote = export(after, config.out, told)
         else:  # a run folder without a run: weights, config.json and certificate.json

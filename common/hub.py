@@ -3,6 +3,7 @@
 Nothing here knows our GPT.
 """
 
+import hashlib
 import importlib
 import re
 import sys
@@ -104,6 +105,25 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
         return dict(parse_json(read_regular(path, MOST_JSON)))
     except (OSError, ValueError, TypeError) as error:
         raise HFError(f"{path}: not a JSON object ({error}): get the folder again") from None
+
+
+def converted_from(certificate: bytes) -> dict[str, str]:
+    """Return what config.json says of a conversion: its weights alone would not show it.
+
+    Args:
+        certificate: JSON of certificate.json; older ones say less.
+
+    Returns:
+        The "source" and the SHA-256 of its "weights", what it was converted "to", and the SHA-256
+        of the "certificate".
+    """
+    told = parse_json(certificate)
+    return {
+        "source": told.get("source", ""),
+        "weights": told.get("weights", {}).get("before", ""),
+        "to": told.get("to", ""),
+        "certificate": hashlib.sha256(certificate).hexdigest(),
+    }
 
 
 def companions(source: Path) -> Iterator[Path]:

@@ -7,10 +7,11 @@
 `save` writes what save_pretrained writes, with the weights under their old names, and fold.json
 where modules were changed. That file says what the weights do not: which norms are RMSNorms now,
 and where centrings were inserted. transformers alone reads such a folder as a model with LayerNorms
-on the centred weights. That is the same function, as long as the weights are not trained on.
+on the centred weights. That is the same function, as long as the weights are not trained on. With
+trust_remote_code=True its Auto classes read it with RMSNorms, by modeling_folded.py, which goes
+along.
 """
 
-import hashlib
 import inspect
 import json
 import shutil
@@ -28,6 +29,7 @@ from .siblings import ConfigError, UserError, hub, whole_folder
 
 RECIPE = "fold.json"
 CERTIFICATE = "certificate.json"
+CODE = "modeling_folded"
 
 
 def load_pretrained(spec: str | Path) -> nn.Module:
@@ -84,8 +86,8 @@ def save(
 
     Args:
         model: a model of transformers that fold.fold or fold.fold_gains returned.
-        folder: a new one. It gets what save_pretrained writes, and fold.json where a module is not
-            transformers'.
+        folder: a new one. It gets what save_pretrained writes, and fold.json and modeling_folded.py
+            where a module is not transformers'.
         certificate: is written as certificate.json, with that of the source if there is one.
             config.json says in `converted_from` what was converted to what, and if gains were ever
             folded, `weightless_norms` is the file's SHA-256.
@@ -113,15 +115,21 @@ def _write(model: nn.Module, folder: Path, certificate: Certificate | None, sour
     """Write all files of a folder, as `save` says."""
     norms = [module for module in model.modules() if isinstance(module, FoldedNorm)]
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    swaps = [norm.swap for norm in norms]
+    insertions = [hook.insertion for hook in hooks if isinstance(hook, Center)]
     recipe = {
-        "swaps": [asdict(norm.swap) for norm in norms],
-        "insertions": [asdict(hook.insertion) for hook in hooks if isinstance(hook, Center)],
+        "swaps": [asdict(swap) for swap in swaps],
+        "insertions": [asdict(insertion) for insertion in insertions],
         "check": any(norm.check for norm in norms),
     }
+    if _point_to_code(model, swaps, insertions):
+        shutil.copyfile(Path(__file__).with_name(f"{CODE}.py"), folder / f"{CODE}.py")
     if certificate is not None:
-        told = _told(certificate, source)
+        told = with_source(certificate, source)
         (folder / CERTIFICATE).write_bytes(told)
-        _mark(model.config, certificate, source, hashlib.sha256(told).hexdigest())
+        model.config.converted_from = hub.converted_from(told)
+        if certificate.to == "weightless" or hasattr(model.config, "weightless_norms"):
+            model.config.weightless_norms = model.config.converted_from["certificate"]
     model.save_pretrained(folder)
     companions = hub.companions(hub.model_folder(source)) if source else ()
     # A tokenizer and the like, where save_pretrained has not written the file itself
@@ -132,25 +140,50 @@ def _write(model: nn.Module, folder: Path, certificate: Certificate | None, sour
         (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
 
 
-def _told(certificate: Certificate, source: str) -> bytes:
+def _point_to_code(model: nn.Module, swaps: list[Swap], insertions: list[Insertion]) -> bool:
+    """Say in a model's config how modeling_folded.py makes it, if that file can.
+
+    It can where norms and centrings are along the last axis, in tensors of any rank, and the gains
+    are called `weight`; and where transformers has an Auto class for the model. Else the config
+    says nothing.
+    """
+    is_plain = all(
+        (swap.axis, swap.groups, swap.gain, swap.ndim) == (-1, 1, "weight", None)
+        and swap.bias in ("bias", None)
+        for swap in swaps
+    ) and all((insertion.axis, insertion.ndim) == (-1, None) for insertion in insertions)
+    auto = hub.import_transformers().models.auto.modeling_auto
+    config = model.config
+    mappings = {
+        each: getattr(cls, "_model_mapping", None)
+        for each, cls in vars(auto).items()
+        if isinstance(cls, type)
+    }
+    names = [
+        each
+        for each, mapping in mappings.items()
+        if mapping is not None and mapping.get(type(config), None) is type(model)
+    ]
+    if not (swaps and is_plain and names):
+        if vars(config).pop("folded", None):
+            del config.auto_map  # of a fold before this one
+        return False
+    config.folded = {
+        "norms": {swap.path: swap.eps for swap in swaps},
+        "centrings": {insertion.path: insertion.block for insertion in insertions},
+        "is_row": False,
+    }
+    config.auto_map = {each: f"{CODE}.{type(model).__name__}" for each in names}
+    return True
+
+
+def with_source(certificate: Certificate, source: str) -> bytes:
     """Return the JSON of a certificate with that of the source, which may be converted, too."""
     told = json.loads(certificate.to_json()) | {"source": source}
     path = hub.model_folder(source) / CERTIFICATE if source else None
     if path is not None and path.is_file():
         told["source_certificate"] = json.loads(path.read_text(encoding="utf-8"))
     return (json.dumps(told, indent=1) + "\n").encode()
-
-
-def _mark(config: Any, certificate: Certificate, source: str, sha256: str) -> None:
-    """Say in config.json what a model was made of: its weights alone would not show it."""
-    config.converted_from = {
-        "source": source,
-        "weights": certificate.weights.get("before", ""),
-        "to": certificate.to,
-        "certificate": sha256,
-    }
-    if certificate.to == "weightless" or hasattr(config, "weightless_norms"):
-        config.weightless_norms = sha256
 
 
 def _difference_to(model: nn.Module, folder: Path, inputs: dict[str, Any] | None) -> str:

@@ -198,18 +198,24 @@ class CenterEmbedded:
     ) -> tuple[tuple, dict[str, Any]]:
         for name in EMBEDDED:
             x = kwargs.get(name)
-            if x is not None and is_centred(_embedding(model, name)):
+            if x is not None and _is_centred_embedding(_embedding(model, name)):
                 kwargs = kwargs | {name: centered(x, -1, x.shape[-1])}
         return args, kwargs
 
 
-def _embedding(model: nn.Module, argument: str) -> Tensor:
-    """Return the weights (V, C) of the embedding of a model of transformers, for an argument."""
+def _is_centred_embedding(embedding: nn.Module) -> bool:
+    """Tell whether what an embedding returns is centred: its rows are, or a hook does it."""
+    is_inserted = any(isinstance(hook, Center) for hook in embedding._forward_hooks.values())
+    return is_inserted or is_centred(embedding.weight.detach())
+
+
+def _embedding(model: nn.Module, argument: str) -> nn.Module:
+    """Return the embedding of a model of transformers, for an argument."""
     if argument == "decoder_inputs_embeds":
         model = model.get_decoder()
     elif getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()
-    return model.get_input_embeddings().weight.detach()
+    return model.get_input_embeddings()
 
 
 class CenteredWeight(nn.Module):

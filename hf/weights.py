@@ -21,7 +21,6 @@ A config that asks for anything our GPT does not compute is refused. transformer
 What no stock class computes is written with its own classes, hf/modeling_coupled.py.
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError, HFError
-from common.hub import INDEX, companions, read_config, weight_names
+from common.hub import INDEX, companions, converted_from, read_config, weight_names
 from common.inputs import check_regular
 from common.output import parse_json, whole_folder, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, HFTokenizer, hf_tokenizer, load_tokenizer
@@ -162,8 +161,9 @@ def export_hf(
 
     Args:
         max_shard_size: bytes of a safetensors file; a larger single tensor has a file for itself.
-        certificate: JSON of the conversion that the model comes from. If that folded gains,
-            config.json gets its SHA-256 as `weightless_norms`, as fold.hub.save writes it.
+        certificate: JSON of the conversion that the model comes from. config.json says in
+            `converted_from` what that was. If it folded gains, config.json gets the certificate's
+            SHA-256 as `weightless_norms`, as fold.hub.save writes it.
 
     Returns:
         The folder.
@@ -217,8 +217,9 @@ def export_hf(
                 shutil.copy(Path(__file__).with_name(f"{CODE}.py"), partial)
             if certificate:
                 (partial / "certificate.json").write_bytes(certificate)
+                hf["converted_from"] = converted_from(certificate)
             if b" -> weightless" in certificate:
-                hf["weightless_norms"] = hashlib.sha256(certificate).hexdigest()
+                hf["weightless_norms"] = hf["converted_from"]["certificate"]
             write_json(partial / "config.json", hf)
             if not (partial / "generation_config.json").exists():
                 tokens = {key: hf[key] for key in TOKENS if key in hf}

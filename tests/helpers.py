@@ -353,7 +353,7 @@ def apart(a: dict[int, float], b: dict[int, float]) -> float:
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Standard normal numbers, always the same for a seed."""
     return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     ).to(dtype)
 
 

@@ -4,6 +4,7 @@ written can be used.
     python -m pytest tests/test_convert.py
 """
 
+import hashlib
 import json
 import shlex
 from dataclasses import replace
@@ -17,7 +18,7 @@ import convert
 import sample
 from common.errors import ConfigError, UserError
 from fold import gpt as fold
-from fold.certificate import certify
+from fold.certificate import certify, weights_hash
 from load import load_model
 from model import GPT, GPTConfig
 from norm_types import NORM_TYPES
@@ -339,8 +340,17 @@ def test_a_hugging_face_gpt2_becomes_rms_and_coupled(tmp_path, capsys):
     source, rms, coupled = (tmp_path / name for name in ("gpt2", "rms", "coupled"))
     save(theirs, source)
     convert.main([str(source), "--to=rms", f"--out={rms}"])
-    assert "trust_remote_code=True" in capsys.readouterr().out.splitlines()[0]
-    assert json.loads((rms / "certificate.json").read_text())["ok"]
+    printed = capsys.readouterr().out
+    assert "trust_remote_code=True" in printed.splitlines()[0]
+    assert "not covered: adapters of the original (LoRA, prompts): merge them first" in printed
+    told = (rms / "certificate.json").read_bytes()
+    assert json.loads(told)["ok"]
+    assert json.loads((rms / "config.json").read_text())["converted_from"] == {
+        "source": str(source),
+        "weights": weights_hash(load_model(str(source))),
+        "to": "rms",
+        "certificate": hashlib.sha256(told).hexdigest(),
+    }
     after = load_model(str(rms))
     assert after.config.norm_type == "rms" and after.config.rms_bias
     close(after(idx), theirs(idx).logits, 1e-5)

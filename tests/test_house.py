@@ -41,8 +41,8 @@ KNOWS_MORE = {
     "fold/gpt.py": {"norms", "taper", "norm_types", "norm_plan", "model", "load"},
 }
 # The one way to transformers, which must not take our kernels/ for the package of that name; and
-# the file that is copied into exported folders.
-TO_TRANSFORMERS = {"common/hub.py", "hf/modeling_coupled.py"}
+# the files that are copied into exported folders.
+TO_TRANSFORMERS = {"common/hub.py", "hf/modeling_coupled.py", "fold/modeling_folded.py"}
 
 
 def sources() -> dict[str, str]:

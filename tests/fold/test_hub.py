@@ -211,20 +211,21 @@ WHISPER = dict(num_mel_bins=8, max_source_positions=8, max_target_positions=20, 
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "argument", "is_coupled"),
+    ("name", "shape", "argument", "words"),
     [
-        ("OPTForCausalLM", OPT, "inputs_embeds", False),
-        ("WhisperModel", WHISPER, "decoder_inputs_embeds", False),
-        ("BartModel", BART, "inputs_embeds", False),
-        ("GPT2LMHeadModel", GPT2, "inputs_embeds", True),
+        ("OPTForCausalLM", OPT, "inputs_embeds", []),
+        # the embedding's rows stay as they are, and what it returns is centred
+        ("OPTForCausalLM", OPT, "inputs_embeds", ["--untie=False", "--insert"]),
+        ("WhisperModel", WHISPER, "decoder_inputs_embeds", []),
+        ("BartModel", BART, "inputs_embeds", []),
+        ("GPT2LMHeadModel", GPT2, "inputs_embeds", []),  # written as coupled_gpt2
     ],
 )
-def test_embeddings_given_by_hand(name, shape, argument, is_coupled, folder, tmp_path):
+def test_embeddings_given_by_hand(name, shape, argument, words, folder, tmp_path):
     """Whatever their mean: the LayerNorms did not see it."""
     source, out = folder(name, **shape), tmp_path / "out"
     before = hub.load_pretrained(source)
     x = {argument: torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)) + 1}
-    words = []
     if name == "WhisperModel":
         x["input_features"] = torch.randn(2, 8, 16)
         ids = torch.ones(2, 5, dtype=torch.int64)
@@ -234,7 +235,7 @@ def test_embeddings_given_by_hand(name, shape, argument, is_coupled, folder, tmp
     if name == "BartModel":
         x["decoder_input_ids"] = torch.tensor([[3, 4], [5, 6]])
     convert.main([str(source), "--to=rms", f"--out={out}", *words])
-    if is_coupled:
+    if name == "GPT2LMHeadModel":
         after = hf.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     else:
         after = hub.load(out, check=True)
