@@ -60,7 +60,14 @@ def ceil_div(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def split(x: Tensor, channels: int, each: int, widest: int = WHOLE, reduces: bool = False) -> Work:
+def split(
+    x: Tensor,
+    channels: int,
+    each: int,
+    widest: int = WHOLE,
+    reduces: bool = False,
+    most_warps: int = 16,
+) -> Work:
     """Split the work on x (rows, ...) into tiles.
 
     A tile's shape does not depend on the number of rows, so neither do the bits of a row.
@@ -71,10 +78,11 @@ def split(x: Tensor, channels: int, each: int, widest: int = WHOLE, reduces: boo
         each: elements for each thread, FORWARD or BACKWARD.
         widest: most columns of a tile.
         reduces: is it a forward kernel with sums over a row?
+        most_warps: of a program; the threads of a long row have more elements then.
     """
     width = min(1 << (int(channels) - 1).bit_length(), widest)
     height = max(1, THREADS * each // width)
-    warps = min(16, max(1, height * width // (32 * each)))
+    warps = min(most_warps, max(1, height * width // (32 * each)))
     at_once = 32 * 16 // x.dtype.itemsize  # elements that a warp loads in one instruction
     if reduces and at_once < width <= WARP_ROW:  # a row in one piece already needs no other warp
         height = 1
