@@ -324,7 +324,7 @@ def load_gain(W, ROWS: tl.constexpr, col, size):
 
 @triton.jit
 def load_vector(W, col, size):
-    """Load a gain or bias as (1, COLUMNS) in float32."""
+    """Load a gain or bias as (1, COLUMNS) in float32: of a product, whose layout is not a row's."""
     return tl.load(W + col, mask=col < size, other=0.0).to(tl.float32)[None, :]
 
 
