@@ -19,7 +19,8 @@ CUDA build of torch 2.13, 3.6.0 for 2.11). Its tables:
 
 In decoding, C is the number of inputs of a product, of a head's channels, or of a row. From sm_90
 on kernels are those of overlapping launches; the JSON line has how many loads each begins before it
-waits. The last line of output is JSON. Exit code 1 if a kernel spills or computes in float64.
+waits. The last line of output is JSON, which also has each program's warps. Exit code 1 if a kernel
+spills or computes in float64.
 """
 
 import bisect
@@ -394,7 +395,8 @@ def measured(config: AotConfig) -> list[dict]:
         kernels = [compiled(launch, sm) for _, launch in made]
         assemblies = disassemble([kernel.asm["cubin"] for kernel in kernels], sm)
         for (row, launch), kernel, text in zip(made, kernels, assemblies, strict=True):
-            row |= {"sm": sm, "kernel": launch.kernel.__name__}
+            warps = launch.arguments["num_warps"]
+            row |= {"sm": sm, "kernel": launch.kernel.__name__, "warps": warps}
             records.append(row | measure(kernel, text))
     return records
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import rows
 from .operands import Gradients, Inputs, Outputs, Saved, Settings, Upstream
 from .reference import GATED
-from .rows import inverse_root, load, load_vector, store, store_partial
+from .rows import inverse_root, load, load_gain, store, store_partial
 
 
 @triton.constexpr_function
@@ -25,11 +25,11 @@ def is_gated(kind):
 
 
 @triton.jit
-def argument(Z, B, row, col, first, inv, z_stride, mask, F: tl.constexpr):
+def argument(Z, B, row, col, first, inv, z_stride, mask, F: tl.constexpr, ROWS: tl.constexpr):
     """Load u = z inv + b, to which the activation is applied, at columns first + col of z."""
     u = load(Z, row, first + col, z_stride, mask) * inv[:, None]
     if B is not None:
-        u += load_vector(B + first, col, F)
+        u += load_gain(B + first, ROWS, col, F)
     return u
 
 
@@ -131,11 +131,11 @@ def activation_kernel(
             tl.store(INV_OUT + row, inv, mask=valid)
     elif INV is not None:
         inv = tl.load(INV + row, mask=valid, other=0.0)
-    y = argument(Z, B, row, col, 0, inv, z_stride, mask, F)
+    y = argument(Z, B, row, col, 0, inv, z_stride, mask, F, ROWS)
     if KIND != "":
         y = value(y, KIND)
     if is_gated(KIND):
-        y = y * argument(Z, B, row, col, F, inv, z_stride, mask, F)
+        y = y * argument(Z, B, row, col, F, inv, z_stride, mask, F, ROWS)
     store(Y, row, col, F, y, mask)
 
 
@@ -171,10 +171,10 @@ def backward_kernel(
         mask = valid[:, None] & (col < F)[None, :]
         inv = tl.load(INV + row, mask=valid, other=0.0)
         dy = load(DY, row, col, dy_stride, mask)
-        u = argument(Z, B, row, col, 0, inv, z_stride, mask, F)
+        u = argument(Z, B, row, col, 0, inv, z_stride, mask, F, ROWS)
         du = dy * slope(u, KIND)
         if is_gated(KIND):
-            du = du * argument(Z, B, row, col, F, inv, z_stride, mask, F)
+            du = du * argument(Z, B, row, col, F, inv, z_stride, mask, F, ROWS)
             du_up = dy * value(u, KIND)
             store(DZ, row, F + col, width, du_up * inv[:, None], mask)
             db_up += du_up

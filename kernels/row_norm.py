@@ -464,20 +464,25 @@ def backward(upstream: Upstream, saved: Saved, settings: Settings, gains: bool) 
     a = None if da is None else rows.as_rows(saved.a)
     w = rows.adjacent(saved.w)
     inv = rows.adjacent(saved.inv)
-    each = rows.BACKWARD
-    if (da is not None or saved.gate_c is not None) and channels > rows.WHOLE // 2:
-        each *= 4  # 8 warps: with 16 some registers of two norms spill, and instructions are more
-    work = rows.split(x, channels, each, rows.NARROW if is_shared else rows.WHOLE)
-    # Rows ahead take registers. At half of the widest row a program has 16 warps, and two programs
-    # are resident only with 64 registers a thread: LayerNorm has them without rows ahead. RMSNorm
-    # has them with, and TaperNorm and two norms need more in any case. (A limit of 64 registers
-    # spills TaperNorm's on sm_100, triton 3.9, and two norms' everywhere.) A float32 stream's rows
-    # ahead are twice as many registers. At the widest row no norm has any left.
+    # TaperNorm and two norms need more than 64 registers a thread, so of 16 warps only one program
+    # is resident. Of 8 warps, with more elements a thread, it is two, which do not wait for each
+    # other, and instructions are fewer.
+    is_heavy = da is not None or saved.gate_c is not None
+    widest = rows.NARROW if is_shared else rows.WHOLE
+    most_warps = 8 if is_heavy else 16
+    work = rows.split(x, channels, rows.BACKWARD, widest, most_warps=most_warps)
+    # Rows ahead take registers. At half of the widest row RMSNorm has them in bfloat16, where two
+    # programs of 16 warps are resident at 64 registers a thread; at the widest row no norm has any.
     width = work.meta["COLUMNS"]
     half = rows.WHOLE // 2
     ahead = is_shared or width < half
-    if width == half and saved.mean is None:
+    limit = {}
+    if width == half and saved.mean is None and not is_heavy:
         ahead = x.element_size() < 4
+    if width == half and saved.gate_c is not None and torch.version.hip is None:
+        # Two programs of 8 warps have 128. TaperNorm keeps to them by itself but on sm_100 and
+        # later by triton 3.9. The option is of NVIDIA's GPUs alone; two norms' would spill.
+        limit["maxnreg"] = 128
     dot = None
     total = None
     if work.column_tiles > 1 and not is_shared:
@@ -546,6 +551,7 @@ def backward(upstream: Upstream, saved: Saved, settings: Settings, gains: bool) 
         GROUPS=groups,
         SHARED=is_shared,
         AHEAD=ahead,
+        **limit,
     )
     return Gradients(
         x=dx, a=da, w=sums["DW"], b=sums["DB"], w_out=sums["DW_OUT"], w_tilde=sums["DWT"]

@@ -60,7 +60,14 @@ def ceil_div(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def split(x: Tensor, channels: int, each: int, widest: int = WHOLE, reduces: bool = False) -> Work:
+def split(
+    x: Tensor,
+    channels: int,
+    each: int,
+    widest: int = WHOLE,
+    reduces: bool = False,
+    most_warps: int = 16,
+) -> Work:
     """Split the work on x (rows, ...) into tiles.
 
     A tile's shape does not depend on the number of rows, so neither do the bits of a row.
@@ -71,10 +78,11 @@ def split(x: Tensor, channels: int, each: int, widest: int = WHOLE, reduces: boo
         each: elements for each thread, FORWARD or BACKWARD.
         widest: most columns of a tile.
         reduces: is it a forward kernel with sums over a row?
+        most_warps: of a program; the threads of a long row have more elements then.
     """
     width = min(1 << (int(channels) - 1).bit_length(), widest)
     height = max(1, THREADS * each // width)
-    warps = min(16, max(1, height * width // (32 * each)))
+    warps = min(most_warps, max(1, height * width // (32 * each)))
     at_once = 32 * 16 // x.dtype.itemsize  # elements that a warp loads in one instruction
     if reduces and at_once < width <= WARP_ROW:  # a row in one piece already needs no other warp
         height = 1
@@ -316,7 +324,7 @@ def load_gain(W, ROWS: tl.constexpr, col, size):
 
 @triton.jit
 def load_vector(W, col, size):
-    """Load a gain or bias as (1, COLUMNS) in float32."""
+    """Load a gain or bias as (1, COLUMNS) in float32: of a product, whose layout is not a row's."""
     return tl.load(W + col, mask=col < size, other=0.0).to(tl.float32)[None, :]
 
 

@@ -198,6 +198,78 @@ def test_heads_and_attention(B, G, D, words, dtype, at, parts, window):
                 assert torch.equal(part.nan_to_num(9), rest.nan_to_num(9))
 
 
+def of_sequences(part, parts):
+    """(name, outputs) of each launch of a step but the products, for these of three sequences."""
+    B, H, G, D, length = 3, 2, 1, 12, 169
+    F, V = 100, 61
+    dtype = torch.bfloat16
+    z, x = tensor(B, 1, 2 * F, dtype=dtype)[part], tensor(B, 1, 70, seed=1, dtype=dtype)[part]
+    yield "activation", activation.activation(z, None, None, "swiglu", x, 1e-2)
+    raw = tensor(B, 1, (H + 2 * G) * D, seed=2, dtype=dtype)[part]
+    angle = tensor(length, D, seed=3)
+    gains = gains_of("norm values", H, G, D, dtype)
+    made = RawHeads(raw, None, None, angle.cos(), angle.sin(), *gains, 1e-6)
+    caches = [tensor(B, G, length, D, seed=seed, dtype=dtype)[part].clone() for seed in (4, 5)]
+    pos = torch.tensor([100], device=DEVICE)
+    joint = [cache.clone() for cache in caches]
+    yield "heads_attend", decode_attention.heads_attend(made, *joint, pos, Reach(parts))
+    q = decode_attention.heads(*made, *caches, pos)
+    yield "heads", [q, *caches]
+    found = decode_attention.attend(q, *caches, pos, parts)
+    yield "attend", found
+    if parts > 1:
+        yield "combine", [decode_attention.combine(*found, dtype)]
+    token = (torch.arange(B, device=DEVICE)[:, None] * 7)[part]
+    tables = tensor(61, 20, seed=6, dtype=dtype), tensor(length, 20, seed=7, dtype=dtype)
+    yield "embed", [decode_attention.embed(token, pos, *tables)]
+    best = decode_attention.best(tensor(B, 1, V, seed=8, dtype=dtype)[part].contiguous())
+    yield "best", list(best)
+    taken, out = token.clone(), torch.zeros(len(token), length, dtype=torch.int64, device=DEVICE)
+    decode_attention.take(*best, taken, pos, out)
+    yield "take", [taken, out]
+
+
+@pytest.mark.parametrize("parts", (1, 3))
+def test_a_sequence_has_the_same_bits_however_many_there_are(parts):
+    """Of all launches but our products: those of one row are another kernel than those of more."""
+    of_all = dict(of_sequences(slice(0, 3), parts))
+    for part in (slice(1, 2), slice(1, 3)):
+        for name, of_some in of_sequences(part, parts):
+            for whole, piece in zip(of_all[name], of_some, strict=True):
+                assert torch.equal(whole[part], piece), (name, part)
+
+
+@pytest.mark.parametrize("n_rows", (1, 3))
+def test_strides_do_not_matter(n_rows):
+    """Inductor may hand over any."""
+
+    def both(*shape, seed):
+        given = tensor(*shape, seed=seed)
+        wide = torch.full((*shape[:-1], 2 * shape[-1] + 3), float("nan"), device=DEVICE)
+        strided = wide[..., : 2 * shape[-1] : 2].copy_(given)
+        return given, strided
+
+    G, D = 2, 16
+    weight, angle = tensor(24, 40, seed=1), tensor(9, D, seed=2)
+    gains, pos = gains_of("full values", 4, G, D), torch.tensor([8], device=DEVICE)
+    plain, strided = [], []
+    inputs = zip(
+        both(n_rows, 1, 40, seed=3),
+        both(n_rows, 1, 24, seed=4),
+        both(n_rows, 1, 60, seed=5),
+        both(n_rows, 1, (4 + 2 * G) * D, seed=6),
+        both(n_rows, 1, 61, seed=7),
+    )
+    for (x, residual, z, raw, logits), found in zip(inputs, (plain, strided), strict=True):
+        caches = [tensor(n_rows, G, 9, D, seed=seed) for seed in (8, 9)]
+        made = RawHeads(raw, None, None, angle.cos(), angle.sin(), *gains, 1e-6)
+        found += decode_project.project(x, weight, None, residual, eps=1e-2)
+        found += activation.activation(z, None, None, "swiglu", x, 1e-2)
+        found += [decode_attention.heads(*made, *caches, pos), *caches]
+        found += decode_attention.best(logits)
+    assert all(map(torch.equal, strided, plain))
+
+
 @pytest.mark.parametrize("size", (61, 3000))
 def test_the_ends_of_a_step(size):
     B, C = 3, 20
