@@ -228,9 +228,10 @@ def forgets_size(f: Function, x: Tensor, precision: Precision) -> bool:
     """
     u = numbers(tuple(x.shape), 1, x, precision.dtype)
     once, twice = (f(size * precision.large * u) for size in (1, 2))
-    other = f(-precision.large * u)
     tolerance = max(precision.tolerance, 1e-7)
-    return difference(once, twice) <= tolerance and not difference(other, once) <= tolerance
+    if not difference(once, twice) <= tolerance:
+        return False
+    return not difference(f(-precision.large * u), once) <= tolerance
 
 
 def is_point_wise(f: Function, x: Tensor, precision: Precision) -> bool:
@@ -386,14 +387,12 @@ def trial_rows(layout: Layout, x: Tensor, precision: Precision) -> list[Tensor]:
     drawn = []
     for call in range(4):
         rows = numbers(layout.size, 10 + call, x, precision.dtype)
-        for r, row in enumerate(rows):
-            kind = (call + r) % 4
-            if kind == 1:
-                row[..., (7 * call + r) % row.shape[-1]] *= SPIKE
-            elif kind == 2:
-                row.copy_(row**3)
-            elif kind == 3:
-                row += 3
+        row = torch.arange(len(rows), device=rows.device)
+        kind = (call + row) % 4
+        spiked = row[kind == 1]
+        rows[spiked, :, (7 * call + spiked) % rows.shape[-1]] *= SPIKE
+        rows[kind == 2] = rows[kind == 2] ** 3
+        rows[kind == 3] += 3
         drawn.append(rows)
     return drawn
 
