@@ -620,6 +620,11 @@ class NormsFound:
     rows: list[NormRow]
     unread: str = ""
 
+    @property
+    def is_unreadable(self) -> bool:
+        """May there be norms in a forward that could not be looked for?"""
+        return self.unread.startswith(UNPROBED)
+
     def __str__(self) -> str:
         groups: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
@@ -679,7 +684,7 @@ def norms_of(model: nn.Module, example: Inputs, graph: bool = True) -> NormsFoun
     try:
         rows = with_graph(Graph(model, example), rows, modules)
     except FoldError as error:
-        return NormsFound(name, rows, f"not known: {error}")
+        return NormsFound(name, rows, f"{UNPROBED}: {error}")
     return NormsFound(name, rows)
 
 

@@ -160,6 +160,16 @@ def other_eps():
     return make(1e-5)
 
 
+def exported():
+    model, inputs = make(1e-5)
+    return torch.export.export(model, inputs).module(), inputs
+
+
+def traced():
+    model, inputs = make()
+    return torch.jit.trace(model, inputs), inputs
+
+
 def other_linear():
     return make(slope=-2.0)
 
@@ -174,6 +184,8 @@ def nothing():
     [
         ("make", ("no norm differs",)),
         ("other_eps", ("first: 1: eps (1e-06 here, 1e-05 there)", "proved")),
+        ("exported", ("2 norms paired", "first: 1: eps (1e-06 here, 1e-05 there)")),
+        ("traced", ("first: 1: not found in the other model, whose graph cannot be read",)),
         ("other_linear", ("first: 4: other input",)),
     ],
 )
