@@ -129,7 +129,11 @@ def made_by(file: str, function: str) -> tuple[nn.Module, Inputs]:
             "positional or a dict of keyword arguments"
         )
     model, inputs = made
-    return model.eval(), inputs
+    try:
+        model.eval()
+    except NotImplementedError:
+        pass  # an exported program stays in the mode in which it was exported
+    return model, inputs
 
 
 def on_device(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[nn.Module, Inputs]:

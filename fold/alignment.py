@@ -67,6 +67,7 @@ class Pair:
         differences: all that differ, the coarsest first.
         effect: largest difference of their outputs in float64 on the same input, relative.
         inputs: largest difference of the inputs that they received, relative; None: not known.
+        is_unread: one is missing in a model whose graph could not be read: it may be in a forward.
     """
 
     one: NormRow | None
@@ -75,6 +76,7 @@ class Pair:
     differences: list[Difference] = field(default_factory=list)
     effect: float = 0.0
     inputs: float | None = None
+    is_unread: bool = False
 
 
 @dataclass
@@ -148,7 +150,12 @@ class Comparison:
 
 def described(pair: Pair) -> Iterator[str]:
     """Say how the two norms of a pair differ."""
-    if pair.other is None:
+    if pair.is_unread:
+        row = pair.one or pair.other
+        which = "other" if pair.other is None else "first"
+        found = f"{row.kind} over {row.width}"
+        yield f"not found in the {which} model, whose graph cannot be read ({found})"
+    elif pair.other is None:
         yield f"{MISSING} in the other model ({pair.one.kind} over {pair.one.width})"
     elif pair.one is None:
         yield f"{MORE}, in the other model alone ({pair.other.kind} over {pair.other.width})"
@@ -458,7 +465,7 @@ def prove(
 ) -> str:
     """Replace the one thing that differs first, wherever it does, and say what follows."""
     first = comparison.first
-    if first.one is None or (first.one.by_hand or first.one.norm is None):
+    if first.is_unread or first.one is None or (first.one.by_hand or first.one.norm is None):
         return ""
     if first.other is not None and first.differences:
         cause = first.differences[0].cause
@@ -500,7 +507,11 @@ def _said(how: str, aim: Tensor, before: Tensor, after: Tensor) -> str:
         return ""
     was, now = difference(before, aim), difference(after, aim)
     noise = NOISE.get(aim.dtype, 1e-3)
-    verdict = "proved" if now <= noise and now < was else "not the only cause"
+    verdict = "not the only cause"
+    if max(was, now) <= noise:
+        verdict = "no more than noise in the outputs"
+    if now <= noise and now < was:
+        verdict = "proved"
     return f"{verdict}: {how}, the outputs of the two models differ by {now:.1e} (before {was:.1e})"
 
 
@@ -584,7 +595,9 @@ def compare_found(
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     noise = NOISE.get(dtype, 1e-3)
     for pair in pairs:
-        if pair.one is not None and pair.other is not None:
+        if pair.one is None or pair.other is None:
+            pair.is_unread = (ones if pair.one is None else others).is_unreadable
+        else:
             pair.differences = differences(pair.one, pair.other)
             pair.inputs = input_difference(pair.one, pair.other)
             both = both_outputs(pair.one, pair.other, torch.float64)

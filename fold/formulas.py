@@ -34,6 +34,7 @@ PLACES = (INSIDE, OUTSIDE, CLAMP)
 SMALLEST = -200
 SIZES = (-6, -2, 0, 2, 6)  # around the size where eps halves the output, also powers of two
 SPIKE = 50.0  # what a single channel is scaled by
+MOST_STEPS = 0.3  # of the outputs, the largest share that changes where a function is in steps
 
 
 class Precision(NamedTuple):
@@ -130,6 +131,11 @@ class Layout:
             apart = {a + (a > axis) for a in apart} | {axis}
         repeated = [a for a in range(len(shape)) if a not in averaged | apart]
         return tuple(shape), repeated, sorted(apart), sorted(averaged)
+
+    def in_blocks(self, x: Tensor) -> Tensor:
+        """Make the split axis of a tensor two."""
+        shape, *_ = self._order()
+        return x.reshape(shape)
 
     def rows(self, x: Tensor) -> Tensor:
         """Arrange a tensor as rows (R, G, n)."""
@@ -228,9 +234,10 @@ def forgets_size(f: Function, x: Tensor, precision: Precision) -> bool:
     """
     u = numbers(tuple(x.shape), 1, x, precision.dtype)
     once, twice = (f(size * precision.large * u) for size in (1, 2))
-    other = f(-precision.large * u)
     tolerance = max(precision.tolerance, 1e-7)
-    return difference(once, twice) <= tolerance and not difference(other, once) <= tolerance
+    if not difference(once, twice) <= tolerance:
+        return False
+    return not difference(f(-precision.large * u), once) <= tolerance
 
 
 def is_point_wise(f: Function, x: Tensor, precision: Precision) -> bool:
@@ -293,6 +300,18 @@ def is_softmax(f: Function, x: Tensor, precision: Precision) -> bool:
         for axis in range(u.dim())
         if u.shape[axis] > 1
     )
+
+
+def is_in_steps(f: Function, x: Tensor, precision: Precision) -> bool:
+    """Tell whether small changes of large inputs leave most of the output as it is.
+
+    That is so for what chooses, such as attention as a function of its queries alone.
+    """
+    step = max(1e-3, 25 * precision.tolerance)
+    u, v = (precision.large * numbers(tuple(x.shape), seed, x, precision.dtype) for seed in (1, 25))
+    y = f(u)
+    moved = (f(u + step * v) - y).abs() > precision.tolerance * y.abs().max()
+    return float(moved.double().mean()) < MOST_STEPS
 
 
 # ---------------------------------------------------------------------------- what does it average?
@@ -386,14 +405,12 @@ def trial_rows(layout: Layout, x: Tensor, precision: Precision) -> list[Tensor]:
     drawn = []
     for call in range(4):
         rows = numbers(layout.size, 10 + call, x, precision.dtype)
-        for r, row in enumerate(rows):
-            kind = (call + r) % 4
-            if kind == 1:
-                row[..., (7 * call + r) % row.shape[-1]] *= SPIKE
-            elif kind == 2:
-                row.copy_(row**3)
-            elif kind == 3:
-                row += 3
+        row = torch.arange(len(rows), device=rows.device)
+        kind = (call + row) % 4
+        spiked = row[kind == 1]
+        rows[spiked, :, (7 * call + spiked) % rows.shape[-1]] *= SPIKE
+        rows[kind == 2] = rows[kind == 2] ** 3
+        rows[kind == 3] += 3
         drawn.append(rows)
     return drawn
 
@@ -512,6 +529,8 @@ def identify(f: Function, x: Tensor, precision: Precision = DOUBLE) -> Found:
         return point_wise(f, x, precision)
     if is_softmax(f, x, precision):
         return Found(NOT_A_NORM, note="softmax")
+    if is_in_steps(f, x, precision):
+        return Found(NOT_A_NORM, note="in steps")
     layout = find_layout(f, x, precision)
     if layout is None:
         return Found(UNKNOWN, precision=precision)

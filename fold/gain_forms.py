@@ -14,6 +14,7 @@ from torch import Tensor
 from .formulas import Found, Layout, in_unit, units
 
 NO_GAIN = "none"
+FIXED = "fixed"
 MOST_DEPTH = 1000  # of a block, for w / sqrt(l)
 
 
@@ -38,9 +39,9 @@ class GainForm:
 
 
 def one_a_channel(layout: Layout, gain: Tensor, tolerance: float) -> Tensor:
-    """Return a gain (G, n) without the axes along which it does not change, flat."""
+    """Return a gain (G, n) without the axes and groups along which it does not change, flat."""
     repeats, groups, count = layout.size
-    full = layout.tensor(gain.expand(repeats, groups, count).contiguous())
+    full = layout.in_blocks(layout.tensor(gain.expand(repeats, groups, count).contiguous()))
     for axis, size in enumerate(full.shape):
         first = full.narrow(axis, 0, 1)
         if size > 1 and bool(((full - first).abs() <= tolerance * full.abs().max()).all()):
@@ -75,8 +76,19 @@ def gain_form(found: Found, parameters: Mapping[str, Tensor]) -> tuple[Found, Ga
         if bool(((offset + scale * value - gain).abs() <= tolerance * gain.abs().max()).all()):
             return found, GainForm(_words(offset, scale, tolerance), name, offset, scale)
     if bool(((gain - gain.mean()).abs() <= tolerance * gain.abs().max()).all()):
-        return found, GainForm(f"fixed {float(gain.mean()):.6g}")
-    return found, GainForm("fixed" if not parameters else "not known")
+        return found, GainForm(f"{FIXED} {float(gain.mean()):.6g}")
+    return found, GainForm("not known" if parameters else FIXED)
+
+
+def settled(form: GainForm, found: Found, own: Found) -> GainForm:
+    """Return the form of a gain, now that the gain with the norm's own weights is known as well.
+
+    One that other parameters change is not fixed: exp(a) with a number a for all channels.
+    """
+    tolerance = 10 * found.precision.tolerance * float(own.gain.abs().max())
+    if form.text.startswith(FIXED) and bool(((found.gain - own.gain).abs() > tolerance).any()):
+        return GainForm("not known")
+    return form
 
 
 def _plain_form(
@@ -104,12 +116,13 @@ def _line(x: Tensor, y: Tensor) -> tuple[float, float]:
 
 def _words(offset: float, scale: float, tolerance: float) -> str:
     """Write offset + scale * w."""
-    depth = round(1 / scale**2) if scale else 0
-    if abs(offset) <= tolerance:
-        if 1 < depth <= MOST_DEPTH and math.isclose(scale, depth**-0.5, rel_tol=1e-4):
-            return f"w / sqrt({depth})"
-        return f"{scale:.6g} w"
-    return f"{offset:.6g} + {scale:.6g} w"
+    times = "" if abs(abs(scale) - 1) <= tolerance else f"{abs(scale):.6g} "
+    if abs(offset) > tolerance:
+        return f"{offset:.6g} {'-' if scale < 0 else '+'} {times}w"
+    depth = round(1 / scale**2) if scale > 0 else 0
+    if 1 < depth <= MOST_DEPTH and math.isclose(scale, depth**-0.5, rel_tol=1e-4):
+        return f"w / sqrt({depth})"
+    return f"{'-' if scale < 0 else ''}{times}w"
 
 
 def is_all_one(gain: Tensor) -> bool:

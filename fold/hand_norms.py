@@ -28,9 +28,11 @@ STATISTICS = (
     "aten.std.",
     "aten.std_mean.",
     "aten.linalg_vector_norm.",
+    "aten.linalg_matrix_norm.",
     "aten.norm.",
     "aten.amax.",
     "aten.max.",
+    "aten.median.",
 )
 WHOLE = (
     "aten.layer_norm.",
@@ -40,6 +42,8 @@ WHOLE = (
     "aten.group_norm.",
     "aten.native_group_norm.",
     "aten.instance_norm.",
+    "aten.batch_norm.",
+    "aten._native_batch_norm_legit",
 )
 # What stands between a tensor and the statistic of it
 STEPS = (
@@ -108,7 +112,7 @@ def _pieces(graph: Graph, node: Node) -> Iterator[HandNorm]:
             (y,) = firsts[:1]
         yield from _piece(graph, node.args[0], y)
     elif name.startswith(STATISTICS):
-        for x in _roots(node.args[0]):
+        for x in _roots(graph, node.args[0]):
             for y in _applied(node, x):
                 yield from _piece(graph, x, y)
 
@@ -136,14 +140,17 @@ def _piece(graph: Graph, x: Node, y: Node) -> Iterator[HandNorm]:
     yield HandNorm(module_path(y), x, y, own)
 
 
-def _roots(node: Node) -> list[Node]:
+def _roots(graph: Graph, node: Node) -> list[Node]:
     """Return the tensors that a statistic of `node` may be of, the nearest first.
 
-    Not one that is centred: what is centred comes next.
+    Not one that is centred: what is centred comes next. Parameters and constants are weights in the
+    statistic.
     """
     found = [node]
     while str(node.target).startswith(STEPS):
-        inputs = {a for a in node.all_input_nodes if is_float(a)}
+        inputs = {
+            a for a in node.all_input_nodes if is_float(a) and _parameters(graph, None, a) is None
+        }
         if centring(node) is not None:
             found.remove(node)
             inputs = {node.args[0]}

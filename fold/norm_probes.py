@@ -40,7 +40,7 @@ from .formulas import (
     identify,
     numbers,
 )
-from .gain_forms import GainForm, gain_form, is_all_one, random_values
+from .gain_forms import GainForm, gain_form, is_all_one, random_values, settled
 from .graph import Graph
 from .hand_norms import HandNorm, hand_norms
 from .lines import describe, is_tensor, module_path, shape
@@ -425,28 +425,48 @@ def _probe_as(
     found = identify(f, call.x)
     if found.formula is None and _is_single(exact, call.x):
         found = identify(f, call.x, SINGLE)
+    row = form = None
+    if found.formula is not None:
+        found, form = gain_form(found, dict(random.named_parameters()))
+        row = _row_with_weights(module, alone, call, found, form, output, others)
+    if row is None and is_other_function(found):
+        random, form = alone, GainForm(UNPROBED)
+        found = identify(exact, call.x)
+        if found.formula is not None:
+            row = _row_with_weights(module, alone, call, found, form, output, others)
+    if found.kind == NOT_A_NORM and list(module.children()):
+        return None  # a larger module that chooses or squashes, such as attention
     note = _note_on_others(exact, alone, call, output, others, found)
-    if found.formula is None:
+    if row is None:
         given = identify(exact, call.x) if found.kind.startswith("point-wise") else found
         return NormRow(
             call.path,
-            given.kind,
+            UNKNOWN if given.formula else given.kind,
             note="; ".join(filter(None, (given.note, note))),
             calls=call.count,
             norm=Norm(found, GainForm(UNPROBED), call.x, None),
         )
-    found, form = gain_form(found, dict(random.named_parameters()))
-    row = _row_with_weights(module, alone, call, found, form, output, others)
-    if row is None:
-        return NormRow(call.path, UNKNOWN, note="another function with its own weights")
     row.note = note
     for dtype in WIDTHS:
         function = partial(_in_type, random, call, output, others)
         rounding = rounding_of(function, found, form, dtype, call.x.device)
         row.norm.roundings[dtype] = rounding
         setattr(row, str(dtype).removeprefix("torch."), str(rounding))
+    if has_further_tensors(call):
+        # They may have to match the batch. torch's weight norm does not check that, and writes
+        # beyond its memory.
+        return row
     row.batch = batch_matters(_as_is(module, call, output, others), call.x)
     return row
+
+
+def is_other_function(found: Found) -> bool:
+    """Tell whether random weights have made another function of a norm, or none.
+
+    Where eps is a parameter, or the root of one is taken. The formula is then sought with the
+    norm's own weights, and the form of its gain is not known.
+    """
+    return found.formula is not None or (found.kind == NOT_A_NORM and not found.note)
 
 
 def _probe_like(module: nn.Module, call: Call, other: NormRow) -> NormRow | None:
@@ -476,12 +496,12 @@ def _row_with_weights(
         alone: a copy of the module in float64.
     """
     exact = _in_type(alone, call, output, others, torch.float64)
-    fitted = fit_gain(exact, found.layout, found.formula, call.x, found.precision)
-    if fitted is None:
+    own = with_own_gain(exact, found, call.x)
+    if own is None:
         return None
-    own = replace(found, gain=fitted[0], bias=fitted[1])
-    if not holds(exact, own, call.x):
-        return None
+    form = settled(form, found, own)
+    if has_further_tensors(call) and not form.name:
+        form = GainForm(UNPROBED)  # it may be one of them
     row = row_of(own, form, call.path)
     row.bias = found.bias is not None
     row.calls = call.count
@@ -493,6 +513,19 @@ def _row_with_weights(
     function = partial(_in_type, alone, call, output, others)
     row.norm = Norm(own, form, call.x, stored, function, call, output, others)
     return row
+
+
+def with_own_gain(f: Function, found: Found, x: Tensor) -> Found | None:
+    """Fit the gain and the bias of a norm of known formula; None if they do not give its outputs.
+
+    Args:
+        f: the norm in float64, with its own weights.
+    """
+    fitted = fit_gain(f, found.layout, found.formula, x, found.precision)
+    if fitted is None:
+        return None
+    own = replace(found, gain=fitted[0], bias=fitted[1])
+    return own if holds(f, own, x) else None
 
 
 def _in_type(
@@ -549,6 +582,13 @@ def _note_on_others(
     return SUM if is_sum else f"{SECOND}, here 0"
 
 
+def has_further_tensors(call: Call) -> bool:
+    """Tell whether a module is given tensors of other shapes than its input's."""
+    given = [*call.args, *call.kwargs.values()]
+    count = sum(isinstance(value, Tensor) and value.dim() > 0 for value in given)
+    return count > 1 + len(call.others)
+
+
 def batch_matters(f: Function, x: Tensor) -> str:
     """Tell whether the bits of a row depend on the batch: "no", "yes" or "not known"."""
     many = numbers((ROWS, *x.shape[1:]), 24, x, x.dtype)
@@ -579,6 +619,11 @@ class NormsFound:
     model: str
     rows: list[NormRow]
     unread: str = ""
+
+    @property
+    def is_unreadable(self) -> bool:
+        """May there be norms in a forward that could not be looked for?"""
+        return self.unread.startswith(UNPROBED)
 
     def __str__(self) -> str:
         groups: dict[tuple[str, str], list[str]] = {}
@@ -639,7 +684,7 @@ def norms_of(model: nn.Module, example: Inputs, graph: bool = True) -> NormsFoun
     try:
         rows = with_graph(Graph(model, example), rows, modules)
     except FoldError as error:
-        return NormsFound(name, rows, f"not known: {error}")
+        return NormsFound(name, rows, f"{UNPROBED}: {error}")
     return NormsFound(name, rows)
 
 
@@ -691,20 +736,23 @@ def hand_row(graph: Graph, piece: HandNorm) -> NormRow | None:
     x = torch.empty(tuple(int(size) for size in like.shape), device=like.device)
     generator = torch.Generator().manual_seed(99)
     values = {name: random_values(graph.values[name], generator) for name in piece.names.values()}
+    own = piece.function(graph.values)
     try:
         found = identify(piece.function(values), x)
-        if found.kind == NOT_A_NORM or found.kind.startswith("point-wise"):
-            return None
-        if found.formula is None:
-            return NormRow(piece.path, found.kind, note=found.note, by_hand=True)
-        found, form = gain_form(found, values)
-        own = piece.function(graph.values)
-        fitted = fit_gain(own, found.layout, found.formula, x, found.precision)
+        own_found = None
+        if found.formula is not None:
+            found, form = gain_form(found, values)
+            own_found = with_own_gain(own, found, x)
+        if own_found is None and is_other_function(found):
+            found, form = identify(own, x), GainForm(UNPROBED)
+            own_found = found
     except Exception:  # operations that do not run in float64, or on other numbers
         return None
-    if fitted is None:
+    if found.kind == NOT_A_NORM or found.kind.startswith("point-wise"):
         return None
-    own_found = replace(found, gain=fitted[0], bias=fitted[1])
+    if own_found is None or own_found.formula is None:
+        return NormRow(piece.path, found.kind, note=found.note, by_hand=True)
+    form = settled(form, found, own_found)
     row = row_of(own_found, form, piece.path)
     row.by_hand = True
     row.note = "written out in the forward"

@@ -122,9 +122,8 @@ def orders(
     if weight is not None:
         wide = form.offset + form.scale * weight.float()
         narrow = form.offset + form.scale * weight
-        is_plain = form.offset == 0 and form.scale == 1
-        gains = [("", weight.float())]
-        if not is_plain:
+        gains = [("", wide), ("", narrow.float())]
+        if form.offset:
             gains = [("float32", wide), ("16 bits", narrow.float())]
     for statistic, z in normalised(x, formula):
         for offset, gain in gains:

@@ -14,7 +14,8 @@ SHAPE = (2, C, 4, C)
 
 
 class Written(NamedTuple):
-    """A norm: its function of (module with w, b of C numbers and a of one, x), and what it is.
+    """A norm: its function of (module with w, b of C numbers, g of 4 and a of one, x), and what
+    it is.
 
     kind is the start of what is said; "" for what is no norm, and need not be mentioned.
     """
@@ -36,6 +37,7 @@ class Hand(nn.Module):
         self.w = nn.Parameter(torch.linspace(0.5, 2, C))
         self.b = nn.Parameter(torch.linspace(-1, 1, C))
         self.a = nn.Parameter(torch.tensor(0.7))
+        self.g = nn.Parameter(torch.linspace(0.5, 2, 4))
         if zero:
             self.w.data[3] = 0
 
@@ -123,6 +125,37 @@ WRITTEN = {
         INSIDE,
         "not known",
     ),
+    "one minus w": Written(
+        lambda m, x: x * torch.rsqrt(ms(x) + 1e-6) * (1 - m.w), "RMSNorm", 1e-6, INSIDE, "1 - w"
+    ),
+    "the root of w": Written(
+        lambda m, x: x * torch.rsqrt(ms(x) + 1e-6) * m.w.sqrt(),
+        "RMSNorm",
+        1e-6,
+        INSIDE,
+        "not known",
+    ),
+    "eps that is learned": Written(
+        lambda m, x: x * torch.rsqrt(ms(x) + m.a.abs() / 7),
+        "RMSNorm",
+        0.1,
+        INSIDE,
+        "not known",
+    ),
+    "w reversed": Written(
+        lambda m, x: x * torch.rsqrt(ms(x) + 1e-6) * m.w.flip(0),
+        "RMSNorm",
+        1e-6,
+        INSIDE,
+        "not known",
+    ),
+    "exp of one number": Written(
+        lambda m, x: x * torch.rsqrt(ms(x) + 1e-6) * m.a.exp(),
+        "RMSNorm",
+        1e-6,
+        INSIDE,
+        "not known",
+    ),
     "one gain for all": Written(
         lambda m, x: m.a * x * torch.rsqrt(ms(x) + 1e-6), "RMSNorm", 1e-6, INSIDE, "w"
     ),
@@ -150,6 +183,31 @@ WRITTEN = {
         INSIDE,
         "none",
         inline="RMSNorm",
+    ),
+    "in groups, with their gain": Written(
+        lambda m, x: (
+            (y := x.unflatten(-1, (4, 4))).mul(torch.rsqrt(ms(y) + 1e-6)).mul(m.g).flatten(-2)
+        ),
+        "RMSNorm (4 groups)",
+        1e-6,
+        INSIDE,
+        "w",
+        inline="RMSNorm",
+    ),
+    "in interleaved groups": Written(
+        lambda m, x: (y := x.unflatten(-1, (4, 4))).mul(torch.rsqrt(ms(y, -2) + 1e-6)).flatten(-2),
+        "unknown formula",
+        1e-6,
+        INSIDE,
+        "none",
+        inline="RMSNorm (axis 3 of 5)",
+    ),
+    "of each other channel": Written(
+        lambda m, x: x * torch.rsqrt(ms(x[..., ::2]) + 1e-6) * m.w, "unknown formula"
+    ),
+    "with weights in the statistic": Written(
+        lambda m, x: x * torch.rsqrt((x.pow(2) * m.w.square()).mean(-1, keepdim=True) + 1e-6),
+        "unknown formula",
     ),
     "partial": Written(
         lambda m, x: x * torch.rsqrt(ms(x[..., :5]) + 1e-6) * m.w,
@@ -206,6 +264,13 @@ WRITTEN = {
         INSIDE,
         "w",
     ),
+    "batch norm of this batch": Written(
+        lambda m, x: F.batch_norm(x, None, None, m.w, m.b, True, 0.0, 1e-4),
+        "LayerNorm (axes 0, 2, 3 of 4)",
+        1e-4,
+        INSIDE,
+        "w",
+    ),
     "instance norm": Written(
         lambda m, x: F.instance_norm(x, eps=1e-4),
         "LayerNorm (axes 2, 3 of 4)",
@@ -215,6 +280,16 @@ WRITTEN = {
     ),
     "centred, mean kept": Written(
         lambda m, x: x * torch.rsqrt(ms(centre(x)) + 1e-6), "unknown formula"
+    ),
+    "moment of what is not centred": Written(
+        lambda m, x: centre(x) * torch.rsqrt(ms(x) + 1e-6) * m.w, "unknown formula"
+    ),
+    "over matrices": Written(
+        lambda m, x: x / torch.linalg.matrix_norm(x, keepdim=True),
+        "L2 (axes 2, 3 of 4)",
+        None,
+        "none",
+        "none",
     ),
     "l2": Written(lambda m, x: F.normalize(x, dim=-1), "L2", 1e-12, CLAMP, "none"),
     "l2, eps inside": Written(
@@ -235,6 +310,13 @@ WRITTEN = {
         lambda m, x: F.normalize(x, p=1.0, dim=-1), "L1 (sum of |x|)", 1e-12, CLAMP, "none"
     ),
     "l3": Written(lambda m, x: F.normalize(x, p=3.0, dim=-1), "unknown formula"),
+    "median": Written(
+        lambda m, x: x / (x.abs().median(-1, keepdim=True).values + 1e-5) * m.w, "unknown formula"
+    ),
+    "range": Written(
+        lambda m, x: (x - x.amin(-1, keepdim=True)) / (x.amax(-1, True) - x.amin(-1, True) + 1e-5),
+        "unknown formula",
+    ),
     "max": Written(
         lambda m, x: x / (x.abs().amax(-1, keepdim=True) + 1e-4), "max", 1e-4, OUTSIDE, "none"
     ),
@@ -251,12 +333,24 @@ WRITTEN = {
         "w",
         inline="RMSNorm",
     ),
+    "a norm in steps": Written(
+        lambda m, x: torch.round(x * torch.rsqrt(ms(x) + 1e-6) * 64),
+        "not a norm",
+        1e-6,
+        INSIDE,
+        "fixed 64",
+        inline="RMSNorm",
+    ),
     "of the first position": Written(
         lambda m, x: x * torch.rsqrt(ms(x[:, :, :1]) + 1e-6),
         "RMSNorm (of the first 16 of 64, axes 2, 3 of 4)",
         1e-6,
         INSIDE,
         "none",
+    ),
+    "half of the size": Written(lambda m, x: x * torch.rsqrt(ms(x) + 1e-6).sqrt(), ""),
+    "batch norm of other batches": Written(
+        lambda m, x: F.batch_norm(x, m.b, m.w, m.w, m.b, False, 0.0, 1e-4), ""
     ),
     "silu": Written(lambda m, x: F.silu(x), ""),
     "linear": Written(lambda m, x: x * m.w + m.b, ""),

@@ -1,10 +1,10 @@
 """Faults planted in the norms of models with QK-norm, for tests/test_doctor.py.
 
     PYTHONPATH=.:tests python tests/norm_faults.py
-        all: eight architectures, six faults, in one norm and in all
+        all: eight architectures, six faults, in one norm and in all; and two pairs each without
 
 The other model is our GPT on the same weights, or has other modules in the place of all its norms,
-or is a copy; so half of the architectures pair two classes.
+or is a copy; so half of the cases pair two classes.
 """
 
 import copy
@@ -35,6 +35,8 @@ MODELS = {
     "hunyuan": ("HunYuanDenseV1", {**BASE, "head_dim": 12}, "copy"),
     "stablelm": ("StableLm", {**BASE, "qk_layernorm": True}, "copy"),
 }
+# What the other model of a second pair without a fault is
+SECOND = {"ours": "copy", "renamed": "copy", "copy": "renamed"}
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 FAULTS = {
     "offset": OFFSET,
@@ -139,15 +141,19 @@ def plant(model: nn.Module, paths: list[str], rows: dict, fault: str) -> None:
 
 
 class Case:
-    """One architecture: the model, what was found in it, and the other model without a fault."""
+    """One architecture: the model, what was found in it, and the other model without a fault.
 
-    def __init__(self, name: str, folder: Path):
+    Args:
+        kind: what the other model is; "" for what MODELS says.
+    """
+
+    def __init__(self, name: str, folder: Path, kind: str = ""):
         self.model = build(name)
         ids = torch.randint(67, (2, 16), generator=torch.Generator().manual_seed(0))
         self.inputs = dict(input_ids=ids, use_cache=False)
         self.found = norms_of(self.model, self.inputs, graph=False)
         rows = {row.path: row for row in self.found.rows}
-        self.kind = MODELS[name][2]
+        self.kind = kind or MODELS[name][2]
         self.other_inputs = self.inputs
         if self.kind == "ours":
             self.model.save_pretrained(folder)
@@ -210,17 +216,26 @@ class Case:
 
 def main() -> None:
     good = total = 0
+
+    def count(is_right: bool, said: str) -> None:
+        nonlocal good, total
+        good += is_right
+        total += 1
+        print("ok " if is_right else "NOT", said, flush=True)
+
     for name in sys.argv[1:] or MODELS:
         with tempfile.TemporaryDirectory() as folder:
             case = Case(name, Path(folder))
-        print(name, "without a fault:", case.plain.cause or "no difference", flush=True)
+        second = Case(name, Path(), SECOND[case.kind])
+        for one in (case, second):
+            found = one.plain
+            count(not found.has_difference, f"{name} {one.kind}: {found.cause or 'no difference'}")
         for fault in FAULTS:
             for scope in ("one", "all"):
                 is_right, said = case.is_named(fault, scope)
-                good += is_right
-                total += 1
-                print(" ", "ok " if is_right else "NOT", name, fault, scope, said[:330], flush=True)
+                count(is_right, f"{name} {fault} {scope}: {said[:330]}")
     print(good, "of", total)
+    sys.exit(good < total)
 
 
 if __name__ == "__main__":

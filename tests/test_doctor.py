@@ -71,6 +71,29 @@ def test_a_norm_in_a_forward(name, inline):
     is_right(inline[name], one.kind if one.inline is None else one.inline, one)
 
 
+class Reading(nn.Module):
+    """Queries, a softmax over what they read, and a linear with a weight norm.
+
+    At large inputs the softmax chooses: then attention does not change with the size of its
+    queries.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+    def forward(self, x, y):
+        return self.linear(self.attention(x, y, y)[0])
+
+
+def test_attention_is_no_norm_and_a_weight_norm_is_one_with_a_gain_from_outside():
+    torch.manual_seed(0)
+    (row,) = norms_of(Reading().eval(), (torch.randn(2, 5, 8), torch.randn(2, 5, 8))).rows
+    assert "weight" in row.path and row.kind == "RMSNorm"
+    assert (row.gain, row.batch) == ("not known", "not known")
+
+
 # ------------------------------------------------------------------------------ one against another
 
 # tests/norm_faults.py has five more architectures
@@ -137,6 +160,16 @@ def other_eps():
     return make(1e-5)
 
 
+def exported():
+    model, inputs = make(1e-5)
+    return torch.export.export(model, inputs).module(), inputs
+
+
+def traced():
+    model, inputs = make()
+    return torch.jit.trace(model, inputs), inputs
+
+
 def other_linear():
     return make(slope=-2.0)
 
@@ -151,6 +184,8 @@ def nothing():
     [
         ("make", ("no norm differs",)),
         ("other_eps", ("first: 1: eps (1e-06 here, 1e-05 there)", "proved")),
+        ("exported", ("2 norms paired", "first: 1: eps (1e-06 here, 1e-05 there)")),
+        ("traced", ("first: 1: not found in the other model, whose graph cannot be read",)),
         ("other_linear", ("first: 4: other input",)),
     ],
 )
