@@ -149,7 +149,7 @@ def _mark(config: Any, certificate: Certificate, source: str, sha256: str) -> No
         "to": certificate.to,
         "certificate": sha256,
     }
-    if certificate.to == "weightless" or hasattr(config, "weightless_norms"):
+    if certificate.to in ("weightless", "rotated") or hasattr(config, "weightless_norms"):
         config.weightless_norms = sha256
 
 
