@@ -20,6 +20,8 @@
         any model of transformers, written as it was with gains of 1: exact
     python convert.py google/gemma-3-1b-pt --to=rescaled --factor=2^-6 --out=out/gemma-float16
         any model of transformers whose residual stream is too large for float16: exact
+    python convert.py Qwen/Qwen3-0.6B --to=rotated --out=out/qwen3-rotated
+        any model of transformers with norms on its residual stream, for quantisation: exact
     python convert.py out/run --to=hf --out=FOLDER
         write it as transformers reads it
 
@@ -50,6 +52,10 @@ stays and why.
 stock folder whose float32 outputs are equal to the bit, and finite in float16. --factor=auto
 measures the stream on --text=FILE.
 
+--to=rotated does what weightless does, and multiplies the residual stream by a random orthogonal
+matrix (--seed), so that no channel is larger than the others: a stock folder, for quantisation to
+few bits.
+
 With --json the last line of output is JSON.
 """
 
@@ -78,6 +84,7 @@ from fold.choice import LEFT
 from fold.graph import Graph
 from fold.hub import example_inputs, load_as_saved, no_cache, save, with_source
 from fold.rescale import automatic_factor, plan_rescaling, rescale
+from fold.rotation import rotate
 from hf.config import COUPLED, architecture, gpt_config
 from hf.weights import export_hf
 from load import load_model
@@ -92,8 +99,9 @@ from training.run import write_model
 # Every second window calibrates, the others measure.
 WINDOWS = 32
 LENGTH = 256
-# Conversions that models of transformers have, too
-OF_ANY_MODEL = ("rms", "weightless", "rescaled")
+# Conversions that models of transformers have, too; the last three leave its class as it is
+OF_ANY_MODEL = ("rms", "weightless", "rescaled", "rotated")
+STOCK = OF_ANY_MODEL[1:]
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class ConvertConfig:
     to: str = key(
         "",
         "what to convert to",
-        ("rms", "folded", "weightless", "rescaled", "coupled", "hf"),
+        ("rms", "folded", "weightless", "rescaled", "rotated", "coupled", "hf"),
     )
     out: str = key("", "new folder for the converted model ('': check only)")
     inexact: bool = key(False, "allow a conversion that changes the model's function")
@@ -116,8 +124,8 @@ class ConvertConfig:
     )
     untie: bool = key(
         True,
-        "rms, weightless: a tied head gets weights of its own where the embedding is centred, or "
-        "the head takes over a gain",
+        "rms, weightless, rotated: a tied head gets weights of its own where the embedding is "
+        "centred, or the head takes over a gain",
     )
     keep_final_gain: bool = key(
         False,
@@ -130,8 +138,8 @@ class ConvertConfig:
     )
     inputs: str = key(
         "",
-        "rms, weightless, rescaled, analyze, transformers' models: safetensors file of inputs "
-        "('': random ones)",
+        "rms, weightless, rescaled, rotated, analyze, transformers' models: safetensors file of "
+        "inputs ('': random ones)",
     )
     norm_plan: str = key(
         "",
@@ -147,28 +155,28 @@ class ConvertConfig:
         "rescaled: what the residual stream is multiplied by, a power of two as 2^-6; auto: the "
         "largest that keeps it a quarter below float16's range",
     )
-    seed: int = key(0, "seed of random inputs and generated text")
+    seed: int = key(0, "seed of random inputs, generated text and the rotation")
     json: bool = key(False, "print the result as a line of JSON at the end")
 
     def __post_init__(self) -> None:
         if bool(self.to) == self.analyze:
             raise ConfigError(
-                "say what to do: --to=rms, folded, weightless, rescaled, coupled or hf; or "
-                "--analyze"
+                "say what to do: --to=rms, folded, weightless, rescaled, rotated, coupled or hf; "
+                "or --analyze"
             )
         if self.to == "hf" and not self.out:
             raise ConfigError("to=hf: say where to: --out=FOLDER")
         readers = {
-            "out": ("rms", "folded", "weightless", "rescaled", "coupled", "hf"),
+            "out": ("rms", "folded", "weightless", "rescaled", "rotated", "coupled", "hf"),
             "rules": ("",),
             "norm_plan": ("coupled",),
             "text": ("coupled", "rescaled"),
             "factor": ("rescaled",),
             "insert": ("rms",),
-            "untie": ("rms", "weightless"),
+            "untie": ("rms", "weightless", "rotated"),
             "keep_final_gain": ("weightless",),
             "transformers": ("rms", ""),
-            "inputs": ("rms", "weightless", "rescaled", ""),
+            "inputs": ("rms", "weightless", "rescaled", "rotated", ""),
         }
         if self.to == "rescaled" and (self.factor == "auto") != bool(self.text):
             raise ConfigError(
@@ -199,9 +207,9 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
         raise ConfigError(
             "insert, inputs and keep_final_gain are for models of transformers: remove them"
         )
-    if config.to == "rescaled":
+    if config.to in ("rescaled", "rotated"):
         raise ConfigError(
-            "--to=rescaled is for models of transformers: write this one with --to=hf first"
+            f"--to={config.to} is for models of transformers: write this one with --to=hf first"
         )
     tokens = random_tokens(model, config.seed)
     exact = True  # for any weights
@@ -300,7 +308,7 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
     except UserError:
         return True
     is_stock = not architecture(hf).startswith(COUPLED)
-    return config.transformers or (config.to in ("weightless", "rescaled") and is_stock)
+    return config.transformers or (config.to in STOCK and is_stock)
 
 
 def foreign_inputs(model: nn.Module, config: ConvertConfig) -> dict[str, Any]:
@@ -332,6 +340,10 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
         factor = scale_factor(model, inputs, spec, config)
         after, certificate = rescale(model, inputs, factor)
         lines = []
+        how = f"what loads {spec} loads it"
+    elif config.to == "rotated":
+        after, certificate = rotate(model, inputs, config.seed, config.untie)
+        lines = left_lines(certificate)
         how = f"what loads {spec} loads it"
     else:
         report = fold.analyze(model, inputs)

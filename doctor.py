@@ -32,6 +32,7 @@ float16, the share of the squares that is in the mean and in the first token, an
 With --json the last line of output is JSON.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -129,10 +130,9 @@ def made_by(file: str, function: str) -> tuple[nn.Module, Inputs]:
             "positional or a dict of keyword arguments"
         )
     model, inputs = made
-    try:
+    with contextlib.suppress(NotImplementedError):
+        # An exported program stays in the mode in which it was exported.
         model.eval()
-    except NotImplementedError:
-        pass  # an exported program stays in the mode in which it was exported
     return model, inputs
 
 

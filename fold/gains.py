@@ -137,13 +137,34 @@ def fold_gains(
 def plan_folds(
     graph: Graph, untie: bool, keep_final_gain: bool = False
 ) -> tuple[list[Fold], dict[str, str]]:
-    """Find the gains that fold; the arguments are those of `fold_gains`.
-
-    Returns:
-        The folds, and the parameters that stay: name -> why.
+    """Find the gains that fold, as `find_folds` does.
 
     Raises:
         FoldError: there is no fold.
+    """
+    folds, left = find_folds(graph, untie, keep_final_gain)
+    if not folds:
+        reason = (
+            f"{type(graph.model).__name__}: none of its norms has a gain but 1 that linears alone "
+            "read"
+        )
+        if left:
+            name, why = next(iter(left.items()))
+            reason += f"; {name} stays: {why}"
+        raise FoldError(reason)
+    return folds, left
+
+
+def find_folds(
+    graph: Graph, untie: bool, keep_final_gain: bool = False, with_ones: bool = False
+) -> tuple[list[Fold], dict[str, str]]:
+    """Find the gains that fold; the arguments are those of `fold_gains`.
+
+    Args:
+        with_ones: also gains of 1 with biases of 0, which change nothing now.
+
+    Returns:
+        The folds, and the parameters that stay: name -> why.
     """
     groups: dict[str, list[Affine]] = defaultdict(list)
     for affine in filter(None, [_affine(graph, node) for node in graph.nodes]):
@@ -151,7 +172,7 @@ def plan_folds(
     folds = []
     left = {}
     for gain, affines in groups.items():
-        if _is_neutral(graph, affines[0]):
+        if _is_neutral(graph, affines[0]) and not with_ones:
             continue
         found = _plan(graph, affines, untie)
         if keep_final_gain and isinstance(found, Fold):
@@ -168,15 +189,6 @@ def plan_folds(
             )
             why = f"{without_bias.name} has no bias of its own that could take it over"
             left[affines[0].bias] = why
-    if not folds:
-        reason = (
-            f"{type(graph.model).__name__}: none of its norms has a gain but 1 that linears alone "
-            "read"
-        )
-        if left:
-            name, why = next(iter(left.items()))
-            reason += f"; {name} stays: {why}"
-        raise FoldError(reason)
     return folds, left
 
 
@@ -318,7 +330,7 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
             return f"{describe(other)} reads it too"
     reads: list[Read] = []
     for affine in affines:
-        found = _readers(graph, affine.last)
+        found = _readers(graph, affine)
         if isinstance(found, str):
             return f"{found} reads what it multiplies"
         reads += found
@@ -360,11 +372,12 @@ def _other_use(graph: Graph, name: str, known: Collection[Node]) -> Node | None:
     return None
 
 
-def _readers(graph: Graph, out: Node) -> list[Read] | str:
+def _readers(graph: Graph, affine: Affine) -> list[Read] | str:
     """Return the linears that alone read what a norm gives, or describe what else reads it.
 
     Beside each tensor goes one of its shape that says which of the norm's channels each number is.
     """
+    out = affine.last
     todo = [(out, torch.arange(shape(out)[-1]).expand(shape(out)))]
     reads = []
     while todo:
@@ -377,10 +390,22 @@ def _readers(graph: Graph, out: Node) -> list[Read] | str:
                 reads.append(read)
                 continue
             moved = _moved(user, node, channels)
+            # T5's decoder before a tied head. With a bias b it would be W b times the number, too.
+            if affine.bias is None and _is_times_number(user, node):
+                moved = [(user, channels)]
             if moved is None:
                 return describe(user)
             todo += moved
     return reads
+
+
+def _is_times_number(user: Node, node: Node) -> bool:
+    """Tell whether an operation multiplies a node by a number, or divides it by one."""
+    is_product = str(user.target).startswith(("aten.mul.", "aten.div."))
+    if not is_product or "rounding_mode" in user.kwargs:
+        return False
+    first, second = user.args
+    return first is node and isinstance(second, int | float)
 
 
 def _moved(user: Node, node: Node, channels: Tensor) -> list[tuple[Node, Tensor]] | None:
@@ -456,6 +481,8 @@ def _target(graph: Graph, user: Node, weight: Node, axis: int, channels: Tensor)
         if str(weight.target).startswith("aten.transpose."):
             first, second = (place % len(shape(weight)) for place in weight.args[1:])
             axis = {first: second, second: first}.get(axis, axis)
+        elif str(weight.target).startswith("aten.permute."):  # as W.T
+            axis = weight.args[1][axis]
         elif not is_cast(weight) and not (_picks_experts(weight) and axis > 0):
             return None
         entry = weight

@@ -128,7 +128,7 @@ def _write(model: nn.Module, folder: Path, certificate: Certificate | None, sour
         told = with_source(certificate, source)
         (folder / CERTIFICATE).write_bytes(told)
         model.config.converted_from = hub.converted_from(told)
-        if certificate.to == "weightless" or hasattr(model.config, "weightless_norms"):
+        if certificate.to in ("weightless", "rotated") or hasattr(model.config, "weightless_norms"):
             model.config.weightless_norms = model.config.converted_from["certificate"]
     model.save_pretrained(folder)
     companions = hub.companions(hub.model_folder(source)) if source else ()
