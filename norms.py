@@ -531,47 +531,52 @@ class Place(nn.Module):
         if delta is None:
             y, inv_rms = self._normalize(x, inv_rms)
             return y, x, inv_rms
-        output = self.output
-        is_left = self._leaves_output()
-        if output is not None and not is_left:
+        adds_normed = self._adds_normed()
+        if self.output is not None and not adds_normed:
             delta = self._normed(delta)
         if self._is_fused():
             return self._fused(x, delta, inv_rms)
-        if is_left:
-            # The same rounding whatever follows: N(delta) is rounded with the sum.
+        if adds_normed:
+            output = self.output
             h = add_normed(x, delta, output.gain, output.eps, output.kernels)
-        elif self.residual_weight == 1:
+        elif self.residual_weight != 1:
+            h = self._weighted(x, delta)
+        else:
             # A function of kernels/ adds, because a compiled model moves fewer bytes if it adds
             # rows (B T, C).
             return add_then(self._normalize, x, delta, inv_rms)
-        else:
-            h = self._weighted(x, delta)
         y, inv_rms = self._normalize(h, inv_rms)
         return y, h, inv_rms
 
-    def _leaves_output(self) -> bool:
-        """Is the output norm left to the function that adds? None of those knows a weight."""
+    def _adds_normed(self) -> bool:
+        """Does the function that adds apply the output norm too?
+
+        Such functions are written for RMSNorm, and take no weight of the stream.
+        """
         return self.residual_weight == 1 and is_plain_rms(self.output)
 
     def _is_fused(self) -> bool:
-        """Does one kernel do all: the output norm if it is left to it, the sum, and the norm?
+        """Does one kernel compute the sum and the norm, and the output norm if _adds_normed?
 
-        No kernel knows a weight, or shows the sum to an anchor. A subclass of a norm that has a
-        kernel is another formula.
+        No kernel takes a weight of the stream, or shows the sum to an anchor. The type of the norm
+        is compared and not isinstance, because a subclass is another formula.
         """
         norm = self.norm
         if self.residual_weight != 1 or self.anchor is not None:
             return False
-        if self._leaves_output():
+        if self._adds_normed():
             return is_plain_rms(norm)
-        return type(norm) is RMSNorm or (type(norm) is SharedRMSNorm and norm.detach)
+        if type(norm) is SharedRMSNorm:
+            return norm.detach  # the kernel has no gradient of the shared statistic
+        return type(norm) is RMSNorm
 
     def _fused(
         self, x: Tensor, delta: Tensor, inv_rms: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Call the kernel that adds and normalises, where _is_fused."""
-        norm, output = self.norm, self.output
-        if self._leaves_output():  # both statistics and the sum
+        norm = self.norm
+        if self._adds_normed():
+            output = self.output
             return norm_add_norm(
                 x, delta, output.gain, norm.gain, output.eps, norm.eps, norm.kernels
             )
@@ -588,16 +593,20 @@ class Place(nn.Module):
         return self.norm(h, inv_rms)
 
     def _normed(self, delta: Tensor) -> Tensor:
-        """Return the output norm of delta; that of RMSNorm is not rounded before it is added."""
+        """Return the output norm of delta."""
         if is_plain_rms(self.output):
+            # The result is then of this type too, and is rounded only with the sum, as in the
+            # functions that do both (add_normed).
             delta = delta.to(statistics_dtype(delta))
         y, _ = self.output(delta)
         return y
 
     def _weighted(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Return residual_weight x + delta, after the output norm; it is rounded once."""
+        """Return residual_weight x + delta, for delta after the output norm."""
         h = torch.add(delta, x, alpha=self.residual_weight)
-        return h if self.output is None else h.to(x.dtype)
+        if self.output is not None:
+            h = h.to(x.dtype)  # delta may be in a wider type (_normed)
+        return h
 
     def sum(self, x: Tensor, delta: Tensor | None) -> Tensor:
         """Return the sum h that `norm` reads, with the output norm; x if delta is None."""

@@ -188,12 +188,7 @@ def plain(inputs: Inputs, settings: Settings) -> Outputs:
         return Outputs(y, h, inv=inv)
     # No adds_in_rows: the gradient of a comes from a reduction over each row, so inductor makes the
     # same kernels of (B, T, C) and of (B T, C).
-    eps = settings.eps if settings.kind else None
-    h, inv_out, *normed = reference.AddNormed.apply(
-        x, a, inputs.w_out, inputs.w, settings.eps_out, eps
-    )
-    y, inv = normed or (None, None)
-    return Outputs(y, h, inv=inv, inv_out=inv_out)
+    return reference.add_normed(inputs, settings)
 
 
 def rms_norm(

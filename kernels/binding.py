@@ -35,28 +35,31 @@ def _launchers(settings: Settings) -> ModuleType:
 
 
 def _save(ctx, inputs: Inputs, settings: Settings, outputs: Outputs) -> None:
-    """Save what backward needs: h, and not x and a, where they are added.
-
-    The gradient of an output that nothing has used stays None, and the kernel skips it.
-    """
+    """Save what backward needs: h, and not x and a, where they are added."""
+    # The gradient of an output that nothing has used stays None, and the kernel skips it.
     ctx.set_materialize_grads(False)
-    # No position shares these. LayerNorm's and TaperNorm's inv are not shared either.
-    own = outputs.inv if settings.kind in ("layer", "taper") else None
-    constants = (outputs.mean, own, outputs.inv_out)
+    # No gradient goes through these statistics. One goes through RMSNorm's inv, where a later
+    # position of coupled_grad=full shares it.
+    constants = [outputs.mean, outputs.inv_out]
+    if settings.kind in ("layer", "taper"):
+        constants.append(outputs.inv)
     ctx.mark_non_differentiable(*[tensor for tensor in constants if tensor is not None])
     ctx.settings = settings
     ctx.x_dtype = inputs.x.dtype
     ctx.a_dtype = None if inputs.a is None else inputs.a.dtype
+    is_sum = outputs.h is not None
+    has_output_norm = settings.eps_out is not None
+    is_given = outputs.inv is None
     saved = Saved(
-        x=inputs.x if outputs.h is None else outputs.h,
-        a=None if settings.eps_out is None else inputs.a,
+        x=outputs.h if is_sum else inputs.x,
+        a=inputs.a if has_output_norm else None,
         w=inputs.w,
         b=inputs.b,
         w_out=inputs.w_out,
         w_tilde=inputs.w_tilde,
         gate_c=inputs.gate_c,
         mean=outputs.mean,
-        inv=inputs.given if outputs.inv is None else outputs.inv,
+        inv=inputs.given if is_given else outputs.inv,
         inv_out=outputs.inv_out,
     )
     ctx.save_for_backward(*saved)
@@ -67,33 +70,49 @@ def _gradients(ctx, of_outputs: Outputs, launch: Backward) -> Inputs:
 
     `launch` starts the backward kernel.
     """
-    saved, settings = Saved(*ctx.saved_tensors), ctx.settings
+    saved = Saved(*ctx.saved_tensors)
+    settings = ctx.settings
     upstream = Upstream(dy=of_outputs.y, dh=of_outputs.h, ds=of_outputs.inv)
-    wanted = Inputs(*ctx.needs_input_grad[: len(Inputs._fields)])
-    gains = any((wanted.w, wanted.b, wanted.w_out, wanted.w_tilde))
-    # Where y was not used no kernel is launched: with zeros for dy it would cost a pass more, and
-    # give NaN in rows with an infinite number.
-    if torch.is_grad_enabled() or (upstream.dy is None and upstream.ds is not None):
+    is_differentiated_again = torch.is_grad_enabled()
+    statistic_alone = upstream.dy is None and upstream.ds is not None
+    if is_differentiated_again or statistic_alone:
+        # No kernel has a gradient of its own, and none is written for a statistic without y.
         found = _by_reference(upstream, saved, settings)
     else:
-        found = Gradients(upstream.dh)
-        if upstream.dy is not None:
-            found = launch(upstream, saved, settings, gains)
-        if saved.a is not None and found.a is None and found.x is not None:
-            # The output norm by itself: dx is the gradient of a row's N_out(a).
-            alone = Saved(saved.a, w=saved.w_out, inv=saved.inv_out)
-            of_output = launch(Upstream(found.x), alone, Settings("rms"), gains)
-            found = found._replace(a=of_output.x, w_out=of_output.w)
-    # x and a have the gradient of their sum, in the type of each: under autocast x is float32 and a
-    # bfloat16.
+        wanted = Inputs(*ctx.needs_input_grad[: len(Inputs._fields)])
+        gains = any((wanted.w, wanted.b, wanted.w_out, wanted.w_tilde))
+        found = _by_kernels(upstream, saved, settings, gains, launch)
+    da = found.a
+    if saved.a is None:
+        # x and a are added as they are, so the gradient of their sum is that of each.
+        da = _cast(found.x, ctx.a_dtype)
     return Inputs(
-        x=_cast(found.x, ctx.x_dtype),
-        a=_cast(found.x, ctx.a_dtype) if saved.a is None else found.a,
+        x=_cast(found.x, ctx.x_dtype),  # under autocast x is float32, and a bfloat16
+        a=da,
         w=found.w,
         b=found.b,
         w_out=found.w_out,
         w_tilde=found.w_tilde,
     )
+
+
+def _by_kernels(
+    upstream: Upstream, saved: Saved, settings: Settings, gains: bool, launch: Backward
+) -> Gradients:
+    """Compute the gradients by one launch; the output norm's may take another, or it alone."""
+    if upstream.dy is None:
+        # Only the sum h was used. The kernel with zeros for dy would cost a pass more, and give NaN
+        # in rows with an infinite number.
+        found = Gradients(x=upstream.dh)
+    else:
+        found = launch(upstream, saved, settings, gains)
+    has_output_norm = saved.a is not None
+    if not has_output_norm or found.a is not None or found.x is None:
+        return found
+    # The output norm is left: N_out(a) is a summand of h, so its gradient is that of h.
+    output_norm = Saved(x=saved.a, w=saved.w_out, inv=saved.inv_out)
+    of_output = launch(Upstream(dy=found.x), output_norm, Settings("rms"), gains)
+    return found._replace(a=of_output.x, w_out=of_output.w)
 
 
 def _cast(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -114,9 +133,7 @@ def _by_reference(upstream: Upstream, saved: Saved, settings: Settings) -> Gradi
     They have gradients themselves where backward is differentiated.
     """
     if not torch.is_grad_enabled():
-        saved = Saved(
-            *[None if tensor is None else tensor.detach().requires_grad_() for tensor in saved]
-        )
+        saved = Saved(*[_as_leaf(tensor) for tensor in saved])
     inputs = Inputs(
         x=saved.x,
         given=saved.inv,
@@ -139,6 +156,10 @@ def _by_reference(upstream: Upstream, saved: Saved, settings: Settings) -> Gradi
         leaves = Gradients(a=saved.a, w_out=saved.w_out)
         of_output = _autograd((normed,), (found.x,), leaves)
     return found._replace(a=of_output.a, w_out=of_output.w_out)
+
+
+def _as_leaf(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().requires_grad_()
 
 
 def _autograd(

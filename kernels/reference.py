@@ -11,12 +11,14 @@ result is rounded once, to the type of x.
 Backward functions compute the gradients of gains only if `gains` is set.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .operands import Inputs, Outputs, Settings
+from .operands import Inputs, Outputs, Saved, Settings
 
 # ------------------------------------------------------------------------------- shared arithmetic
 
@@ -122,6 +124,26 @@ def layer_norm(
 # ---------------------------------------------------------------------- output norm + add + norm
 
 
+class AddNormedInputs(NamedTuple):
+    """What AddNormed takes, and in backward the gradients of it."""
+
+    x: Tensor
+    a: Tensor
+    w_out: Tensor | None
+    w_in: Tensor | None
+    eps_out: float | None = None
+    eps: float | None = None
+
+
+class AddNormedOutputs(NamedTuple):
+    """What AddNormed returns, and in backward the gradients of it; y and inv_rms with an `eps`."""
+
+    h: Tensor
+    inv_out: Tensor | None
+    y: Tensor | None = None
+    inv_rms: Tensor | None = None
+
+
 class AddNormed(torch.autograd.Function):
     """Compute h = x + N_out(a), rounded once, and with an `eps` y = N_in(h) too, both RMSNorms.
 
@@ -163,14 +185,17 @@ class AddNormed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        _, a, w_out, w_in, ctx.eps_out, _ = inputs
-        h, inv_out, *normed = output
-        ctx.mark_non_differentiable(inv_out)
-        kept = (h, w_in, normed[1]) if normed else ()
-        ctx.save_for_backward(a, w_out, inv_out, *kept)
+        given = AddNormedInputs(*inputs)
+        found = AddNormedOutputs(*output)
+        ctx.eps_out = given.eps_out
+        ctx.mark_non_differentiable(found.inv_out)
+        saved = Saved(x=None, a=given.a, w_out=given.w_out, inv_out=found.inv_out)
+        if found.y is not None:
+            saved = saved._replace(x=found.h, w=given.w_in, inv=found.inv_rms)
+        ctx.save_for_backward(*saved)
 
     @staticmethod
-    def backward(ctx, dh: Tensor, _, *of_normed: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute the gradients. With s = inv_rms, p = inv_out and n = C:
 
             q = dy w_in s,   dx = q - h s^2 (<q, h> + s ds) / n + dh,   dw_in = sum of dy s h
@@ -181,26 +206,45 @@ class AddNormed(torch.autograd.Function):
         not of h s and a p, which inductor would keep in float32. dx is rounded before it is used
         for da: so inductor, which makes a kernel for each line, hands it on in the type of h.
         """
-        a, w_out, inv_out, *kept = ctx.saved_tensors
+        upstream = AddNormedOutputs(*gradients)
+        saved = Saved(*ctx.saved_tensors)
+        a, inv_out = saved.a, saved.inv_out
         wide = inv_out.dtype
-        gains = any(ctx.needs_input_grad[2:4])
+        wanted = AddNormedInputs(*ctx.needs_input_grad)
+        gains = wanted.w_out or wanted.w_in
         if torch.is_grad_enabled():
             # A tensor that is kept is a constant in a second derivative, unless it is an input or a
             # differentiable output.
             inv_out = inverse_rms(a, ctx.eps_out)
-        dx = dh
+        dx = upstream.h
         dw_in = None
-        if kept:
-            h, w_in, inv_rms = kept
-            dy, ds = of_normed
-            scaled = cast(dy, wide) * inv_rms
-            dw_in = _sum_rows(scaled * h, w_in, gains)
-            dx = _through_norm(affine(scaled, w_in, None, wide), h, inv_rms, ds)
-            dx = cast(dx + dh, h.dtype)
+        h = saved.x
+        if h is not None:  # there is a y
+            scaled = cast(upstream.y, wide) * saved.inv
+            dw_in = _sum_rows(scaled * h, saved.w, gains)
+            of_y = _through_norm(
+                affine(scaled, saved.w, None, wide), h, saved.inv, upstream.inv_rms
+            )
+            dx = cast(of_y + upstream.h, h.dtype)
         scaled = cast(dx, wide) * inv_out  # the gradient of h is that of N_out(a)
-        dw_out = _sum_rows(scaled * a, w_out, gains)
-        da = _through_norm(affine(scaled, w_out, None, wide), a, inv_out, None)
-        return dx, cast(da, a.dtype), dw_out, dw_in, None, None
+        dw_out = _sum_rows(scaled * a, saved.w_out, gains)
+        da = _through_norm(affine(scaled, saved.w_out, None, wide), a, inv_out, None)
+        return tuple(AddNormedInputs(x=dx, a=cast(da, a.dtype), w_out=dw_out, w_in=dw_in))
+
+
+def add_normed(inputs: Inputs, settings: Settings) -> Outputs:
+    """Compute h = x + N_out(a), and y = N_in(h) unless the operator only adds."""
+    eps = settings.eps if settings.kind else None
+    given = AddNormedInputs(
+        x=inputs.x,
+        a=inputs.a,
+        w_out=inputs.w_out,
+        w_in=inputs.w,
+        eps_out=settings.eps_out,
+        eps=eps,
+    )
+    found = AddNormedOutputs(*AddNormed.apply(*given))
+    return Outputs(y=found.y, h=found.h, inv=found.inv_rms, inv_out=found.inv_out)
 
 
 def _through_norm(q: Tensor, x: Tensor, inv_rms: Tensor, ds: Tensor | None) -> Tensor:
