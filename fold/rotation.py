@@ -355,7 +355,10 @@ def _moves(rules: Rules, node: Node) -> Iterator[Together]:
 
     args, kwargs = tree_map(given, (node.args[1:], node.kwargs))
     for line in _axes(x):
-        moved = node.target(_channels(shape_of(x), line.axis).contiguous(), *args, **kwargs)
+        channels = _channels(shape_of(x), line.axis)  # of a large weight it takes no memory
+        if "view" in str(node.target):
+            channels = channels.contiguous()
+        moved = node.target(channels, *args, **kwargs)
         for piece in _pieces(node):
             there = moved if piece is node else moved[piece.args[1]]
             for at in _axes(piece):

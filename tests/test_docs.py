@@ -137,6 +137,7 @@ python train.py --init_from=gpt2 --data_dir=data/mine --out_dir=out/tuned --drop
 python convert.py out/tuned --to=hf --out=out/tuned-hf
 python hellaswag.py out/distill
 python convert.py Qwen/Qwen3-0.6B --to=weightless --out=out/qwen3
+python convert.py Qwen/Qwen3-0.6B --to=rotated --out=out/qwen3-rotated
 python doctor.py Qwen/Qwen3-0.6B --against=ours:Qwen/Qwen3-0.6B
 python -m posthoc.rms_stats Qwen/Qwen3-0.6B --text=book.txt --across --plot=fig3.png
 python distill.py config/distill_qwen3_0.6b.py

@@ -93,6 +93,14 @@ READS = {
         lambda m, x: m.norm(x) @ m.w,
         {"norm": OnePlus(8), "w": nn.Parameter(draw(8, 5))},
     ),
+    "transposed": (
+        lambda m, x: m.norm(x) @ m.w.T,
+        {"norm": nn.RMSNorm(8), "w": nn.Parameter(draw(5, 8))},
+    ),
+    "times a number": (
+        lambda m, x: m.a(0.5 * m.norm(x) / 3),
+        {"norm": nn.RMSNorm(8), "a": nn.Linear(8, 5)},
+    ),
     "heads": (heads, {"norm": nn.LayerNorm(4), "a": nn.Linear(8, 5)}),
     "norm twice": (twice, {"norm": nn.LayerNorm(8), "a": nn.Linear(8, 5), "b": nn.Linear(8, 8)}),
     "linear twice": (
@@ -148,6 +156,7 @@ STAYS = {
     "activation": (lambda m, x: m.a(m.norm(x).tanh()), "tanh"),
     # as Swin pads: rows of zeros, which have no bias
     "padded": (lambda m, x: m.a(F.pad(m.norm(x), (0, 0, 1, 0))), "pad"),
+    "times a number": (lambda m, x: m.a(0.5 * m.norm(x)), "mul"),  # so would the bias be
     "added": (lambda m, x: m.a(x + m.norm(x)), "add"),
     "other axis": (lambda m, x: m.a(m.norm(x.mT).mT), "linear in a"),
     "the weight itself": (lambda m, x: m.a(m.norm(x)) @ m.a.weight.relu(), "relu reads a.weight"),

@@ -32,7 +32,6 @@ OPT |= dict(hidden_size=24, word_embed_proj_dim=24, **WORDS)
 MODELS = {
     "LlamaForCausalLM": LLAMA | {"tie_word_embeddings": True},
     "Qwen2ForCausalLM": LLAMA,
-    "Qwen3ForCausalLM": LLAMA | {"head_dim": 8},
     "Phi3ForCausalLM": LLAMA,
     "GemmaForCausalLM": LLAMA | {"head_dim": 8},
     "MixtralForCausalLM": LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -45,6 +44,7 @@ MODELS = {
     "ViTForImageClassification": dict(image_size=16, patch_size=8, **SIZE),
 }
 OTHERS = {
+    "Qwen3ForCausalLM": LLAMA | {"head_dim": 8},
     "OPTForCausalLM": OPT,
     "Gemma2ForCausalLM": LLAMA | {"head_dim": 8},
     "Olmo2ForCausalLM": LLAMA,
@@ -71,7 +71,7 @@ def output(model, seed=7):
 
 
 def off(one, other):
-    return float((one - other).abs().max() / one.abs().max())
+    return float(((one - other).abs().max() / one.abs().max()).detach())
 
 
 def table(model):
@@ -122,7 +122,8 @@ def test_stock_folders(name, dtype, tmp_path, capsys):
     pairs = zip(again.parameters(), wide.parameters(), strict=True)
     assert all(torch.equal(one, expected.to(dtype)) for one, expected in pairs)
     certificate = json.loads((out / "certificate.json").read_text())
-    assert certificate["to"] == "rotated" and 0 < certificate["written"]["after_float64"] < bound
+    assert certificate["to"] == "rotated" and certificate["max_rel"] < 1e-10
+    assert 0 < certificate["written"]["after_float64"] < bound
     config = json.loads((out / "config.json").read_text())
     assert config["converted_from"]["to"] == "rotated" and config["weightless_norms"]
 
@@ -148,7 +149,7 @@ def test_our_model():
     assert off(model(idx), after(idx)) < 1e-10
 
 
-@pytest.mark.parametrize("name", [*OTHERS][1:])
+@pytest.mark.parametrize("name", [*OTHERS][2:])
 def test_output_norms_are_refused(name):
     model = made(name)
     named = "LayerNorm.weight" if name.startswith("Bert") else "layernorm.weight"
