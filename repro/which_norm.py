@@ -391,7 +391,7 @@ def chosen_settings(shape: str) -> tuple[float, float]:
 def muon_for_adamw() -> Estimate:
     """Return the loss of `rms` with AdamW minus that with Muon, each at its best rate, by seed."""
     arms = by_value(read("muon_rate/step"), "optimizer")
-    pairs = all_pairs(arms, "adamw", "optimizer")["muon"]
+    pairs = all_pairs(arms, "adamw", ("optimizer",))["muon"]
     return paired(np.array([final_loss(base) - final_loss(run) for run, base in pairs]))
 
 
