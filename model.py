@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,11 +40,22 @@ FOLD_PAYS = 24 / 4
 WIDE_ATTENTION = 192
 WIDE_ATTENTION_NARROW = 512
 
+
+class Yarn(NamedTuple):
+    """The numbers of rope_scaling for yarn."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_length: float
+    attention_factor: float
+
+
 # rope_scaling_kind -> what the numbers of rope_scaling are
 ROPE_SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_length"),
     "linear": ("factor",),
-    "yarn": ("factor", "beta_fast", "beta_slow", "original_length", "attention_factor"),
+    "yarn": Yarn._fields,
 }
 Rope = tuple[Tensor, Tensor] | None  # cos and sin (T, head_dim); None: positions are learned
 
@@ -258,22 +270,23 @@ def rope_frequency(config: GPTConfig, local: bool) -> Tensor:
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - keep) * frequency / factor + keep * frequency
 
-    # YaRN (Peng et al. 2023, section 3.2): the same three ranges. Pairs of more than `fast` turns
-    # are kept, those of less than `slow` stretched. As in the authors' code, the mixture between is
-    # linear in the number of the pair.
-    factor, fast, slow, original, _ = config.rope_scaling
-    # The pairs that make so many turns within the original context
-    first, last = (
-        channels * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        for turns in (fast, slow)
-    )
+    # YaRN (Peng et al. 2023, section 3.2): the same three ranges. Pairs of more than beta_fast
+    # turns are kept, those of less than beta_slow stretched. As in the authors' code, the mixture
+    # between is linear in the number of the pair.
+    yarn = Yarn(*config.rope_scaling)
+
+    def pair_of(turns: float) -> float:
+        """Return the pair that makes so many turns within the original context."""
+        context = yarn.original_length / (turns * 2 * math.pi)
+        return channels * math.log(context) / (2 * math.log(theta))
+
     # Rounded outwards, as there and in transformers.
-    first = max(math.floor(first), 0)
-    last = min(math.ceil(last), channels - 1)
+    first = max(math.floor(pair_of(yarn.beta_fast)), 0)
+    last = min(math.ceil(pair_of(yarn.beta_slow)), channels - 1)
     last = max(last, first + 0.001)  # no division by zero below
     number = torch.arange(channels // 2, dtype=torch.float32)
     keep = 1 - ((number - first) / (last - first)).clamp(0, 1)
-    return 1 / (factor * theta**exponent) * (1 - keep) + frequency * keep
+    return 1 / (yarn.factor * theta**exponent) * (1 - keep) + frequency * keep
 
 
 def rope_tables(config: GPTConfig, local: bool = False) -> tuple[Tensor, Tensor]:
@@ -287,7 +300,7 @@ def rope_tables(config: GPTConfig, local: bool = False) -> tuple[Tensor, Tensor]
     angle = torch.cat([angle, angle], -1)  # (T, head_dim)
     # YaRN's temperature (section 3.4). On queries and keys alike, so scores get its square.
     is_yarn = config.rope_scaling_kind == "yarn" and not local
-    temperature = config.rope_scaling[-1] if is_yarn else 1.0
+    temperature = Yarn(*config.rope_scaling).attention_factor if is_yarn else 1.0
     return angle.cos() * temperature, angle.sin() * temperature
 
 
@@ -299,7 +312,10 @@ def rope_buffers(config: GPTConfig) -> dict[str, Tensor]:
     if config.position != "rope":
         return {}
     buffers = {}
-    for prefix in ("rope", "local_rope") if config.window else ("rope",):
+    prefixes = ["rope"]
+    if config.window:
+        prefixes.append("local_rope")
+    for prefix in prefixes:
         tables = rope_tables(config, local=prefix == "local_rope")
         buffers[f"{prefix}_cos"], buffers[f"{prefix}_sin"] = tables
     return buffers

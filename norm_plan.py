@@ -441,9 +441,12 @@ class NormPlan:
         alpha = self.config.point_alpha
         if alpha is None:
             alpha = self.config.recipe.point_alpha(self.channels)
-        if isinstance(alpha, tuple):  # of attention, MLP and final norm
-            alpha = alpha[2 if index == 2 * self.n_layer else index % 2]
-        return alpha
+        if not isinstance(alpha, tuple):
+            return alpha
+        of_attention, of_mlp, of_final_norm = alpha
+        if index == 2 * self.n_layer:
+            return of_final_norm
+        return of_mlp if index % 2 else of_attention
 
     def embed(self, x: Tensor) -> Tensor:
         """Return the sum of the embeddings x (B, T, C) as the linears of the type need it."""

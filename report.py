@@ -44,7 +44,7 @@ from common.output import (
 )
 from common.plotting import check_picture
 from configurator import key, parse_args
-from evidence import page, published
+from evidence import page, published, stability
 from evidence.comparison import (
     NO_VERDICT,
     Arms,
@@ -225,41 +225,14 @@ def filled(lines: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     return header, [[line[heading] for heading in header] for line in lines]
 
 
-STABILITY_HEADER = (
-    "arm",
-    "runs",
-    "diverged",
-    "clipped steps",
-    "spikes a run",
-    "largest attention logit",
-)
-
-
 def stability_rows(arms: Arms) -> list[list[Any]]:
     """Return the outcomes beside loss, a row for each arm; [] if no run has any."""
     if not any(run.stability or run.diverged for run in runs_of(arms)):
         return []
-    table = []
-    for arm, runs in arms.items():
-        clipped, spikes, logits = (
-            outcomes(runs, name) for name in ("clipped", "spikes", "attention_logit")
-        )
-        cells = [
-            code(short_name(arm)),
-            len(runs),
-            sum(run.diverged for run in runs.values()),
-            f"{100 * np.mean(clipped):.0f} %" if clipped else "n/a",
-            number(np.mean(spikes) if spikes else None, 1),
-            number(max(logits, default=None), 1),
-        ]
-        table.append(cells)
-    return table
-
-
-def outcomes(runs: dict[int, Run], name: str) -> list[float]:
-    """Return one figure of stability of the runs that have it."""
-    found = [run.stability.get(name) for run in runs.values()]
-    return [value for value in found if value is not None]
+    return [
+        stability.row(code(short_name(arm)), runs.values(), missing="n/a")
+        for arm, runs in arms.items()
+    ]
 
 
 def mean_and_sd(metric: Metric, runs: dict[int, Run]) -> tuple[float | None, float | None]:
@@ -325,7 +298,11 @@ def rates_metric(arms: Arms) -> str:
 
 def rate_labels(columns: list[Rates]) -> list[str]:
     """Return the learning rates, each with what else differs between the columns."""
-    varied = [name for name in RATES[1:] if len({getattr(at, name) for at in columns}) > 1]
+    varied = []
+    for name in RATES[1:]:
+        values = {getattr(at, name) for at in columns}
+        if len(values) > 1:
+            varied.append(name)
     labels = []
     for at in columns:
         others = [f"{name}={getattr(at, name)}" for name in varied]
@@ -480,9 +457,9 @@ def make_report(arms: Arms, baseline: str, delta: float, token_slope: float = 0.
     bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
     # Without any pair, all runs of the baseline stay.
     compared = {baseline: bases or arms[baseline]}
-    compared |= {
-        arm: {pair.run.seed: pair.run for pair in its} for arm, its in pairs.items() if its
-    }
+    for arm, its in pairs.items():
+        if its:
+            compared[arm] = {pair.run.seed: pair.run for pair in its}
     stable: Arms = {}
     for arm, runs in alike.items():
         for seed, run in runs.items():
@@ -557,8 +534,8 @@ def report_text(report: Report) -> str:
         ]
         parts += ["## Tests", table_of(map(test_cells, report.judged))]
     parts.append(HOW)
-    if stability := stability_rows(report.stable):
-        parts += ["## Stability", markdown(STABILITY_HEADER, stability), STABILITY]
+    if stable := stability_rows(report.stable):
+        parts += ["## Stability", markdown(stability.HEADER, stable), STABILITY]
     if rates := rates_table(report.at_rates):
         parts += ["## Learning rates", markdown(*rates), rates_text(report.at_rates)]
     parts.append("## Seed by seed")
@@ -664,9 +641,8 @@ def page_of(report: Report) -> bytes:
         "Residual stream after training": page.stream(arms),
         "Scale at the output": page.output(arms),
     }
-    stability = stability_rows(report.stable)
-    if stability:
-        sections["Stability"] = page.table(STABILITY_HEADER, stability, report.stable)
+    if stable := stability_rows(report.stable):
+        sections["Stability"] = page.table(stability.HEADER, stable, report.stable)
     if rates := rates_table(report.at_rates):
         table = page.table(*rates, [""] * len(rates[1]))
         about = page.element("p", rates_text(report.at_rates))

@@ -125,8 +125,11 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 def main(argv: list[str]) -> None:
     config, _ = parse_args(LedgerConfig, argv, __doc__)
+    arms = list(ARMS)
+    if config.arms:
+        arms = [arm.strip() for arm in config.arms.split(";")]
     rows = {}
-    for arm in [arm.strip() for arm in config.arms.split(";")] if config.arms else ARMS:
+    for arm in arms:
         if arm not in ARMS:
             raise ConfigError(f"arms: there is no {arm!r}: take of {'; '.join(ARMS)}")
         rows[arm] = count(config, arm)

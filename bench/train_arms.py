@@ -88,17 +88,19 @@ def parse_arm(name: str, config: TrainConfig) -> TrainArm:
     kind, *settings = name.split(" ")
     is_nanogpt = kind == NANOGPT
     norm_type = "layer" if is_nanogpt else kind.removesuffix(NO_MLP_GAMMA)
+    may_differ = UPSTREAMS if is_nanogpt else MAY_DIFFER
     overrides = Overrides(TrainConfig)
     for setting in settings:
         key, _, value = setting.partition("=")
         overrides.set(key, value, setting, is_text=True)
-        if key not in (UPSTREAMS if is_nanogpt else MAY_DIFFER):
+        if key not in may_differ:
             raise ConfigError(f"{key} cannot differ here, set it once for all: --{key}={value}")
     config = dataclasses.replace(config, norm_type=norm_type, **overrides.values)
     NormPlan(config, config.n_layer, config.n_embd, config.bias)
-    for field in NOT_NANOGPTS if is_nanogpt else ():
-        if getattr(config, field) != getattr(TrainConfig, field):
-            raise ConfigError(f"nanoGPT has no {field}={getattr(config, field)}")
+    if is_nanogpt:
+        for field in NOT_NANOGPTS:
+            if getattr(config, field) != getattr(TrainConfig, field):
+                raise ConfigError(f"nanoGPT has no {field}={getattr(config, field)}")
     return TrainArm(name, config, is_nanogpt, not kind.endswith(NO_MLP_GAMMA))
 
 

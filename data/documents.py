@@ -103,7 +103,8 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
             has_text = "text" in names
             if not has_text and text_of is plain_text:
                 raise DataError(f"{path}: no column 'text', only {', '.join(names)}")
-            for batch in file.iter_batches(256, columns=["text"] if has_text else None):
+            columns = ["text"] if has_text else None  # None: all
+            for batch in file.iter_batches(256, columns=columns):
                 if has_text:
                     # As binary, because pyarrow would stop at the first invalid UTF-8.
                     texts = batch.column(0).cast(pyarrow.large_binary()).to_pylist()

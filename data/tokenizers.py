@@ -218,12 +218,12 @@ def hf_tokenizer(tokenizer: tiktoken.Encoding | CharTokenizer) -> Any:
     }
     words = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     # Every way to make a token of two others.
-    merges = [
-        (words[token[:cut]], words[token[cut:]])
-        for token in ranks
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
+    merges = []
+    for token in ranks:
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                merges.append((words[left], words[right]))
     vocabulary = {words[token]: rank for token, rank in ranks.items()}
     made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -316,7 +316,9 @@ def document_edges(tokenizer: Any) -> Edges:
     before = getattr(tokenizer, "before", [])
     after = getattr(tokenizer, "after", [])
     if before or after:
-        return Edges(before[0] if before else None, after[-1] if after else None)
+        begin = before[0] if before else None
+        end = after[-1] if after else None
+        return Edges(begin, end)
     return Edges(getattr(tokenizer, "eot_token", None), None)
 
 

@@ -60,7 +60,10 @@ def calls_of(config: Any, spec: str, model: GPT, idx: Tensor, missing: list[str]
             peer = hf_model(spec, model)
             with torch.no_grad():
                 check_same_logits(model(idx[:1]), peer(idx[:1]).logits[..., : model.n_vocab])
-            for name in NAMES if config.compiled and idx.is_cuda else NAMES[:1]:
+            names = ["hf_eager"]
+            if config.compiled and idx.is_cuda:
+                names.append("hf_static")
+            for name in names:
                 call = functools.partial(generate, peer, idx, name == "hf_static", config.tokens)
                 found = {
                     name: functools.partial(call, config.tokens),

@@ -85,7 +85,8 @@ def launches(row: dict[str, Any]) -> str:
 
 def panels_of(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return the panels of the picture for which there are measurements."""
-    return [panel for panel in PANELS if any(panel[0] in record["speed_ups"] for record in records)]
+    measured = {name for record in records for name in record["speed_ups"]}
+    return [(name, title) for name, title in PANELS if name in measured]
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
@@ -211,8 +212,12 @@ def merged(path: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records of a JSONL file that `records` do not replace, then these."""
     names = ("model", "batch", "dtype", "device")  # a ledger has neither type nor device
     places = [[record.get(name) for name in names] for record in records]
-    old = output.read_json(path)
-    return [each for each in old if [each.get(name) for name in names] not in places] + records
+    kept = []
+    for record in output.read_json(path):
+        place = [record.get(name) for name in names]
+        if place not in places:
+            kept.append(record)
+    return kept + records
 
 
 def one_line(record: dict[str, Any]) -> tuple[str, ...]:

@@ -181,7 +181,10 @@ def read_fused(ops: Ops, entry: Entry, stream: Stream) -> Projected:
     inv_rms = stream.inv_rms if entry.statistic == "shared" else None
     eps = entry.eps if entry.statistic == "own" else None
     z, *taken = ops.project(y, entry.weight, entry.bias, None, inv_rms, eps, entry.kind)
-    return Projected(z, stream._replace(inv_rms=taken[0]) if taken else stream)
+    if taken:
+        (own,) = taken
+        stream = stream._replace(inv_rms=own)
+    return Projected(z, stream)
 
 
 # --------------------------------------------------------------- attention to the cache
@@ -225,7 +228,11 @@ def attention(
     else:
         q = ops.heads(*raw, k_cache, v_cache, pos)  # (B, H, T, D)
         found = ops.attend(q, k_cache, v_cache, pos, *reach)
-    return found[0] if parts == 1 else ops.combine(*found, qkv.z.dtype)
+    if parts == 1:
+        (a,) = found
+        return a
+    sums, largest, totals = found
+    return ops.combine(sums, largest, totals, qkv.z.dtype)
 
 
 # ------------------------------------------------ writing into the stream: product, residual add

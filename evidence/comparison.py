@@ -232,7 +232,10 @@ def arms_called(arms: Arms, name: str) -> list[str]:
     """
     if name in arms:
         return [name]
-    usable = [arm for arm, runs in arms.items() if not all(run.problem() for run in runs.values())]
+    usable = []
+    for arm, runs in arms.items():
+        if any(not run.problem() for run in runs.values()):
+            usable.append(arm)
     return [arm for arm in usable if next(iter(arms[arm].values())).arm == name]
 
 
@@ -363,18 +366,21 @@ def without_a_document(pairs: list[Pair]) -> Text | None:
     Every difference is computed again without the document. None if the logs do not have the
     documents, if they differ, or if there is one alone.
     """
-    runs = [run.documents for pair in pairs for run in pair]
-    if any(not np.array_equal(run[0], runs[0][0]) for run in runs) or len(runs[0][0]) < 2:
+    runs = [run for pair in pairs for run in pair]
+    documents = runs[0].document_tokens
+    have_same = all(np.array_equal(run.document_tokens, documents) for run in runs)
+    if not have_same or len(documents) < 2:
         return None
     # of the difference without each document, (documents,) a pair
-    means = [losses_without(run.documents) - losses_without(base.documents) for run, base in pairs]
+    means = [losses_without(pair.run) - losses_without(pair.base) for pair in pairs]
     mean = np.mean(means, 0)  # (documents,)
     return Text(float(mean.min()), float(mean.max()), len(mean))
 
 
-def losses_without(documents: np.ndarray) -> np.ndarray:
-    """Return the mean loss without each document, from its tokens and nats (2, documents)."""
-    tokens, nats = documents.sum(1, keepdims=True) - documents
+def losses_without(run: Run) -> np.ndarray:
+    """Return the mean loss of a run without each document of the val split, (documents,)."""
+    tokens = run.document_tokens.sum() - run.document_tokens
+    nats = run.document_nats.sum() - run.document_nats
     return nats / tokens
 
 
@@ -405,7 +411,8 @@ class Measured:
 
     def caution(self) -> str:
         """Say why the metric is not judged, whatever the tests say; "" if it is."""
-        problems = [run.speed_problem for pair in self.pairs for run in pair if run.speed_problem]
+        runs = [run for pair in self.pairs for run in pair]
+        problems = [run.speed_problem for run in runs if run.speed_problem]
         if self.metric.relative and problems:
             return (
                 f"speeds {problems[0]} are described, not judged "

@@ -215,13 +215,14 @@ class Run:
         return last if last.get("step") == self.config["max_iters"] else {}
 
     @cached_property
-    def documents(self) -> np.ndarray:
-        """Tokens and nats of each document of the val split, (2, documents).
+    def document_tokens(self) -> np.ndarray:
+        """Tokens of each document of the val split, (documents,); (0,) if the log lacks them."""
+        return np.array(self.whole_split.get("document_tokens", []), dtype=float)
 
-        (2, 0) if the log does not have them.
-        """
-        names = ("document_tokens", "document_nats")
-        return np.array([self.whole_split.get(name, []) for name in names], dtype=float)
+    @cached_property
+    def document_nats(self) -> np.ndarray:
+        """Summed loss of each document of the val split, in nats, as document_tokens."""
+        return np.array(self.whole_split.get("document_nats", []), dtype=float)
 
     @cached_property
     def _codes_and_changes(self) -> tuple[set[str], list[str]]:

@@ -29,18 +29,18 @@ SAME_GAIN = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # in other types
 SAME_EPS = 1e-3
 SAME_OUTPUT = 1e-6  # in float64
 SAME_BITS = 0.01  # largest share of 16-bit outputs that differ
-KIND, EPS, PLACE, OFFSET, PERMUTED, GAIN, BIAS, ROUNDING, STATISTIC, OTHER = (
-    "kind",
-    "eps",
-    "place of eps",
-    "offset",
-    "gain permuted",
-    "gain",
-    "bias",
-    "rounding",
-    "statistic",
-    "cause not known",
-)
+
+# In what two norms differ
+KIND = "kind"
+EPS = "eps"
+PLACE = "place of eps"
+OFFSET = "offset"
+PERMUTED = "gain permuted"
+GAIN = "gain"
+BIAS = "bias"
+ROUNDING = "rounding"
+STATISTIC = "statistic"
+OTHER = "cause not known"
 MISSING = "missing"
 MORE = "one more"
 INPUT = "other input"
@@ -191,14 +191,14 @@ def has_same_gains(one: NormRow, other: NormRow) -> bool:
 def align(ones: Sequence[NormRow], others: Sequence[NormRow]) -> list[Pair]:
     """Pair the norms of two models; those without a partner stand alone, where they run."""
     partner: dict[int, int] = {}
-    similar = {
-        i: [
-            j
-            for j, other in enumerate(others)
-            if gains(one).numel() > 1 and gains(one).std() > 0 and has_same_gains(one, other)
-        ]
-        for i, one in enumerate(ones)
-    }
+    similar: dict[int, list[int]] = {}  # i -> the norms of the other model with its gains
+    for i, one in enumerate(ones):
+        gain = gains(one)
+        # Equal gains, of a norm that was never trained, say nothing.
+        is_telling = gain.numel() > 1 and gain.std() > 0
+        similar[i] = []
+        if is_telling:
+            similar[i] = [j for j, other in enumerate(others) if has_same_gains(one, other)]
     for i, found in similar.items():
         is_only = len(found) == 1 and sum(found[0] in more for more in similar.values()) == 1
         if is_only:
@@ -276,8 +276,13 @@ def differences(one: NormRow, other: NormRow) -> list[Difference]:
     zero = torch.zeros(1, dtype=torch.float64)
     biases = [zero if f.bias is None else one_a_channel(f.layout, f.bias, 1e-7) for f in (a, b)]
     if float((biases[0].cpu() - biases[1].cpu()).abs().max()) > 1e-2:
-        text = f"{'one' if one.bias else 'none'} here, {'one' if other.bias else 'none'} there"
-        found.append(Difference(BIAS, text if one.bias != other.bias else "other values"))
+        if one.bias == other.bias:
+            text = "other values"
+        elif one.bias:
+            text = "one here, none there"
+        else:
+            text = "none here, one there"
+        found.append(Difference(BIAS, text))
     return found + _rounding_differences(one, other)
 
 
@@ -588,8 +593,9 @@ def compare_found(
     other_example: Inputs,
 ) -> Comparison:
     """Compare norms that have been found; the arguments are those of `compare`."""
-    named = [[row for row in found.rows if row.is_named] for found in (ones, others)]
-    pairs = align(*named)
+    named = [row for row in ones.rows if row.is_named]
+    other_named = [row for row in others.rows if row.is_named]
+    pairs = align(named, other_named)
     first = None
     cause = ""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -174,13 +174,12 @@ class Analysis:
             at_no_loss: insert centrings also where they fold as many norms as they are.
             only: paths of the modules that may be folded; None stands for all.
         """
-        norms = [
-            norm
-            for norm in self.norms
-            if not norm.norm.refused
-            and not (hooks and isinstance(norm.swap, str))
-            and (only is None or norm.key in only)
-        ]
+        norms = []
+        for norm in self.norms:
+            cannot_be_written = hooks and isinstance(norm.swap, str)
+            is_asked = only is None or norm.key in only
+            if is_asked and not norm.norm.refused and not cannot_be_written:
+                norms.append(norm)
         # To give up one norm may force others to be given up, so choose until nothing changes.
         while True:
             norms = self._whole_modules(norms)

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +88,18 @@ class Target:
         return self.copied_to[0] if self.copied_to else self.weight
 
 
-# A weight that reads the channels of a norm, the linear operation that does it, and the one that
-# reads the parameter: the same, or a cast before it
-Read = tuple[Target, Node, Node]
+class Read(NamedTuple):
+    """A linear operation that reads the channels of a norm.
+
+    Attributes:
+        target: the weight that it reads them with.
+        user: the operation.
+        entry: the operation that reads the parameter: `user`, or a cast before it.
+    """
+
+    target: Target
+    user: Node
+    entry: Node
 
 
 @dataclass(frozen=True)
@@ -492,7 +502,8 @@ def _target(graph: Graph, user: Node, weight: Node, axis: int, channels: Tensor)
     added = {"aten.linear.default": 2, "aten.addmm.default": 0}.get(str(user.target))
     bias = None if added is None else argument(user, added)
     bias = graph.names[bias] if _is_parameter(graph, bias) else None
-    return Target(graph.names[weight], axis, tuple(channels.tolist()), bias), user, entry
+    target = Target(graph.names[weight], axis, tuple(channels.tolist()), bias)
+    return Read(target, user, entry)
 
 
 def _picks_experts(node: Node) -> bool:
@@ -507,15 +518,15 @@ def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...]
     """Return the weights that these operations read, or say which cannot take over a gain."""
     by_weight: dict[str, list[Read]] = defaultdict(list)
     for read in reads:
-        by_weight[read[0].weight].append(read)
+        by_weight[read.target.weight].append(read)
     targets = []
     for name, own in by_weight.items():
-        target = own[0][0]
+        target = own[0].target
         # Tied linears may have different biases (_can_take_bias).
-        if any(replace(other, bias=target.bias) != target for other, _, _ in own):
+        if any(replace(read.target, bias=target.bias) != target for read in own):
             return f"linears read channels of {name} in several ways"
         weight = graph.node_of[name]
-        users = {entry for _, _, entry in own}
+        users = {read.entry for read in own}
         others = [user for user in weight.users if user not in users]
         if others:
             names = graph.owners(weight, users)
@@ -530,8 +541,8 @@ def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...]
 
 def _can_take_bias(graph: Graph, reads: list[Read]) -> bool:
     """Tell whether each of these operations adds a bias that nothing else reads."""
-    nodes = {node for _, node, _ in reads}
-    pairs = {(target.weight, target.bias) for target, _, _ in reads}
+    nodes = {read.user for read in reads}
+    pairs = {(read.target.weight, read.target.bias) for read in reads}
     if any(bias is None for _, bias in pairs):
         return False
     # A bias that two weights share would have to take over two sums, and the other way round.

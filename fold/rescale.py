@@ -467,7 +467,8 @@ def _of_piece(node: Node, sums: Any) -> Iterator[Relation]:
 def _of_norm(graph: Graph, node: Node, plan: Rescaling, sums: Any) -> Iterator[Relation]:
     """Yield the degrees of a norm that is one operation: 1 of its input, that of gain and bias."""
     is_rms = str(node.target).startswith("aten.rms_norm.")
-    eps = argument(node, 3 if is_rms else 4, None if is_rms else 1e-5)
+    # aten.rms_norm(x, shape, gain, eps), aten.layer_norm(x, shape, gain, bias, eps)
+    eps = argument(node, 3) if is_rms else argument(node, 4, 1e-5)
     if not eps:
         raise FoldError(f"{describe(node)} has no eps of its own that could be scaled")
     plan.eps.append(_eps(graph, node, eps, 2))

@@ -221,17 +221,30 @@ class Trial:
         is_index = not is_mask and not is_float(x) and _is_index(x, self.node)
         if self.resized and x.meta["fixed"]:
             return self.other_rows(x) if is_index else self.of_other_size(x)
-        is_made = x.meta["fixed"] or is_index or (is_mask and not _is_new_mask(x))
-        if x.op == "call_function" and is_made:
-            # A mask that is made of others is flipped once. Indices must exist.
-            resized = self.resized and not is_index
-            numbers = Trial(x, self.second and not is_mask, resized).run({})
-            return ~numbers if self.second and is_mask else numbers
-        if is_mask or is_index:
-            numbers = torch.randint(2, found.shape, generator=self.generator)
-            numbers = numbers ^ self.second if is_mask else numbers * (not self.second)
-            return numbers.to(found.device, found.dtype)
+        if is_mask:
+            return self.mask(x)
+        if x.op == "call_function" and (x.meta["fixed"] or is_index):
+            # Of indices what depends on the shapes stays: such rows must exist.
+            return Trial(x, self.second).run({})
+        if is_index:
+            numbers = self.draw_bits(found)
+            return torch.zeros_like(numbers) if self.second else numbers
         return self.draw(found)
+
+    def mask(self, x: Node) -> Tensor:
+        """Return a mask, or its opposite in the second trial."""
+        is_made = x.meta["fixed"] or not _is_new_mask(x)
+        if x.op == "call_function" and is_made:
+            # The masks that it is made of are those of the first trial: it is flipped once, here.
+            mask = Trial(x, resized=self.resized).run({})
+        else:
+            mask = self.draw_bits(x.meta["val"])
+        return ~mask if self.second else mask
+
+    def draw_bits(self, like: Tensor) -> Tensor:
+        """Draw numbers that are 0 or 1, in the type of `like`."""
+        bits = torch.randint(2, like.shape, generator=self.generator)
+        return bits.to(like.device, like.dtype)
 
     def draw(self, like: Tensor) -> Tensor:
         """Draw numbers between -0.5 and 0.5, or LARGE times as large, in float64."""

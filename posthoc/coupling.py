@@ -351,17 +351,19 @@ def greedy(calibration: Calibration, budget: float, across: bool = False) -> lis
 
     plan = spell(letters)
     steps = [calibration.choice(plan, calibration.alpha(plan))]
-    candidates = range(1, calibration.positions - 1, 1 if across else 2)
+    step = 1 if across else 2
+    candidates = range(1, calibration.positions - 1, step)
     queue = [(with_shared(position).kl, position) for position in candidates]
     heapq.heapify(queue)
     while queue:
         _, position = heapq.heappop(queue)
         choice = with_shared(position)
         cost = choice.kl - steps[-1].kl
-        if queue and cost > queue[0][0]:
-            # No longer the cheapest: it goes back, at its new cost.
-            heapq.heappush(queue, (cost, position))
-            continue
+        if queue:
+            cheapest, _ = queue[0]
+            if cost > cheapest:  # it goes back, at its new cost
+                heapq.heappush(queue, (cost, position))
+                continue
         if choice.kl > budget:
             continue
         letters[position] = "s"

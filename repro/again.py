@@ -20,12 +20,14 @@ Losses = dict[tuple[str, int, str], float | None]  # (event, step, name) -> loss
 
 def losses_of(log: bytes, name: str) -> Losses:
     """Return every loss that a log has."""
-    return {
-        (event["event"], event["step"], loss): event[loss]
-        for event in parse_log(log, name)
-        for loss in LOSSES
-        if "step" in event and loss in event
-    }
+    found: Losses = {}
+    for event in parse_log(log, name):
+        if "step" not in event:
+            continue
+        for loss in LOSSES:
+            if loss in event:
+                found[event["event"], event["step"], loss] = event[loss]
+    return found
 
 
 def committed_runs(archive: str) -> dict[str, list[bytes]]:

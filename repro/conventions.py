@@ -5,6 +5,8 @@
 Each family is made with a small random configuration; fold.norms_of says what its norms compute.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from common.hub import import_transformers
@@ -68,6 +70,21 @@ FAMILIES = {
     "StableLM": ("StableLmConfig", {**SMALL, "qk_layernorm": True}),
     "T5 (encoder and decoder)": ("T5Config", T5),
 }
+
+
+class Cells(NamedTuple):
+    """What the table says of one norm."""
+
+    kind: str
+    eps: str = ""
+    gain: str = ""
+    bias: str = ""
+    # in bfloat16
+    statistic: str = ""
+    rounded: str = ""
+    offset: str = ""
+
+
 HEADER = (
     *("family", "norms", "kind", "eps", "gain", "bias"),
     *("in bfloat16: statistic", "rounded", "1 + w in"),
@@ -83,7 +100,7 @@ def rows_of(name: str) -> list[list[str]]:
     inputs = dict(input_ids=ids)
     if "T5" in config_class:
         inputs |= dict(decoder_input_ids=ids)
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[Cells, list[str]] = {}
     for row in norms_of(model, {**inputs, "use_cache": False}, graph=False).rows:
         last = pattern(row.path).removesuffix(".*").rpartition(".")[2]
         groups.setdefault(cells(row), []).append(last)
@@ -93,21 +110,22 @@ def rows_of(name: str) -> list[list[str]]:
     ]
 
 
-def cells(row: NormRow) -> tuple[str, ...]:
-    """Return what the table says of one norm."""
+def cells(row: NormRow) -> Cells:
+    """Return what the table says of one norm; its kind alone of one without a name."""
+    kind = f"{row.kind} {row.note}".strip()
     if not row.is_named:
-        return (f"{row.kind} {row.note}".strip(), *[""] * 6)
+        return Cells(kind)
     eps = "none" if row.eps is None else f"{row.eps:.4g} {row.place}"
     rounding = row.norm.roundings[torch.bfloat16]
     order = {"gain before the rounding": "after the gain", "gain after the rounding": "before it"}
-    return (
-        f"{row.kind} {row.note}".strip(),
-        eps,
-        row.gain,
-        "yes" if row.bias else "no",
-        rounding.statistic,
-        order.get(rounding.gain, rounding.gain or "no gain"),
-        rounding.offset,
+    return Cells(
+        kind=kind,
+        eps=eps,
+        gain=row.gain,
+        bias="yes" if row.bias else "no",
+        statistic=rounding.statistic,
+        rounded=order.get(rounding.gain, rounding.gain or "no gain"),
+        offset=rounding.offset,
     )
 
 

@@ -117,7 +117,10 @@ def settings_of(runs: Path, seed: int) -> dict[str, Any]:
     for name in ("student-0", "student-1", "teacher-longer", TEACHER):
         run = runs / f"{name}-{seed}"
         config = Run(run).config
-        for key in ("dtype",) if name == TEACHER else ("dtype", "learning_rate"):
+        keys = ["dtype"]
+        if name != TEACHER:
+            keys.append("learning_rate")
+        for key in keys:
             if config[key] != own.setdefault(key, config[key]):
                 raise ConfigError(
                     f"{run}: has {key}={config[key]}, the student {own[key]}: remove the older "
@@ -178,7 +181,10 @@ def merged(results: Path, head: dict, rows: list[dict]) -> list[dict]:
             what = "another text" if key != "learning_rate" else f"{key}={before.get(key)}"
             raise ConfigError(f"{path}: has windows of models with {what}: move it away")
     new = {row["seed"] for row in rows}
-    return [row for old in models.values() for row in old if row["seed"] not in new] + rows
+    kept = []
+    for of_model in models.values():
+        kept += [row for row in of_model if row["seed"] not in new]
+    return kept + rows
 
 
 def digits(values: torch.Tensor) -> list[float]:

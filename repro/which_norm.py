@@ -445,10 +445,9 @@ FAR = 5.0  # times the largest gain of a norm
 def better_arms() -> dict[str, set[str]]:
     """Return which arms a declared study has found better than `rms`: shape's column -> arms."""
     rows = [row for row in all_differences((*CONDITIONS, *OTHER_STUDIES)) if row.is_better]
-    return {
-        name: {row.arm for row in rows if row.condition.shape == shape}
-        for shape, name in {"W": WIDE, "D": DEEP}.items()
-    }
+    on_wide = {row.arm for row in rows if row.condition.shape == "W"}
+    on_deep = {row.arm for row in rows if row.condition.shape == "D"}
+    return {WIDE: on_wide, DEEP: on_deep}
 
 
 def headline() -> str:

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from common.errors import printable
 from common.output import check_replaceable, code, markdown, prose, write_bytes_atomically, writing
-from evidence import page
+from evidence import page, stability
 from evidence.comparison import Comparison
 from evidence.names import short_name
 
@@ -155,30 +155,14 @@ def loss(value: float, form: str = ".4f") -> str:
     return "diverged" if value == float("inf") else f"{value:{form}}"
 
 
-def stability(outcome: Outcome) -> Table:
+def stability_table(outcome: Outcome) -> Table:
     """Return what happened in the judged runs beside the loss."""
-    header = ["arm", "runs", "diverged", "clipped steps", "spikes a run", "largest attention logit"]
-    header += ["tokens a second"]
     rows = []
     for name, runs in outcome.arms.items():
-        events = [run.stability for run in runs.values()]
-        clipped, spikes, logits = (
-            [event[key] for event in events if event.get(key) is not None]
-            for key in ("clipped", "spikes", "attention_logit")
-        )
         speeds = [run.metrics["tok_per_s"] for run in runs.values() if "tok_per_s" in run.metrics]
-        rows.append(
-            [
-                short_name(name),
-                len(runs),
-                sum(run.diverged for run in runs.values()),
-                f"{100 * sum(clipped) / len(clipped):.0f} %" if clipped else "",
-                f"{sum(spikes) / len(spikes):.1f}" if spikes else "",
-                f"{max(logits):.1f}" if logits else "",
-                f"{sum(speeds) / len(speeds):,.0f}" if speeds else "",
-            ]
-        )
-    return Table(header, rows)
+        speed = f"{sum(speeds) / len(speeds):,.0f}" if speeds else ""
+        rows.append([*stability.row(short_name(name), runs.values(), missing=""), speed])
+    return Table([*stability.HEADER, "tokens a second"], rows)
 
 
 def checks(outcome: Outcome) -> Table:
@@ -331,7 +315,7 @@ def markdown_of(outcome: Outcome) -> str:
         "Verdicts": verdicts(outcome),
         "Arms": settings_of_arms(outcome),
         "Loss by learning rate": losses_by_rate(outcome),
-        "Stability and speed": stability(outcome),
+        "Stability and speed": stability_table(outcome),
         "Checks": checks(outcome),
     }
     for name, table in sections.items():
@@ -398,7 +382,7 @@ def html_of(outcome: Outcome) -> bytes:
         "Validation loss": page.losses(arms),
         "Residual stream after training": page.stream(arms),
         "Scale at the output": page.output(arms),
-        "Stability and speed": table_of(stability(outcome)),
+        "Stability and speed": table_of(stability_table(outcome)),
         "Arms": table_of(settings_of_arms(outcome)),
         "Checks": table_of(checks(outcome)),
         "Methods": page.element("p", METHODS),

@@ -13,6 +13,7 @@ from common.errors import CheckpointError
 from load import init_from
 from model import GPT, GPTConfig
 from norm_types import NORM_TYPES
+from training.same_norms import is_same_function
 
 SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=8, n_layer=2, n_head=2, n_embd=16)
 
@@ -86,6 +87,14 @@ def test_a_function_that_changes_is_told(theirs, ours, changes, saved):
     assert torch.allclose(before, after, rtol=1e-4, atol=1e-4) != changes
     is_exact = theirs["norm_type"] in ("layer", "cbwc") and ours["norm_type"] == "rms"
     assert ("convert.py" in note) == is_exact
+
+
+def test_the_weight_of_the_stream_counts_at_every_place():
+    """Also where the sum is normalised beside the stream, and does not replace it."""
+    source, model = GPT(replace(SHAPE, **RMS)), GPT(replace(SHAPE, **RMS))
+    assert is_same_function(source, model)
+    model.blocks[1].norm1.residual_weight = 3.0
+    assert not is_same_function(source, model)
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)

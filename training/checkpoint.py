@@ -186,13 +186,12 @@ def check_entries(path: Path, state: Any) -> None:
     if not isinstance(state, dict) or not {"config", "step"} <= state.keys():
         raise CheckpointError(foreign)
     best = state.get("best_val_loss", math.inf)
-    moments = state.get("optimizer", {})
     is_sound = {
         "config": _is_config(state["config"]),
         # True is an int to isinstance.
         "step": type(state["step"]) is int and state["step"] >= 0,
         "model": "shards" in state or _are_tensors(state.get("model")),
-        "optimizer": _is_dict(moments) and all(_is_plain(t) for _, t in _tensors_in(moments, "")),
+        "optimizer": _are_moments(state.get("optimizer", {})),
         # No loss is lower than NaN: the best checkpoint would never be written again.
         "best_val_loss": isinstance(best, float) and not math.isnan(best),
         "scaler": "scaler" not in state or _has_loss_scale(state),
@@ -202,6 +201,10 @@ def check_entries(path: Path, state: Any) -> None:
             raise CheckpointError(
                 f"{foreign}: its entry `{name}` is damaged: use another checkpoint"
             )
+
+
+def _are_moments(value: Any) -> bool:
+    return _is_dict(value) and all(_is_plain(tensor) for _, tensor in _tensors_in(value, ""))
 
 
 def _is_dict(value: Any) -> bool:

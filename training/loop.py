@@ -29,7 +29,7 @@ from training.run import LoopKeys, RunFolder
 from training.stability import Stability
 from training.step_report import PendingReport, StepReport, count_bad, pack
 
-# float16: after a step with infinite gradients, GradScaler skips the update and lowers the loss
+# float16: after a step with infinite gradients, which is not applied, GradScaler lowers the loss
 # scale. If this many steps in a row are skipped, the cause is something else, and the run stops.
 MAX_SKIPPED = 20
 

@@ -34,9 +34,6 @@ class MuonWithAdamW:
         lr, weight_decay: of the matrices.
     """
 
-    # GradScaler then sets found_inf, as for fused AdamW, instead of waiting for the device.
-    _step_supports_amp_scaling = True
-    # Class attributes too, because GradScaler deletes those of the instance after each step.
     found_inf: Tensor | None = None  # not 0: the step must not change anything
     grad_scale: Tensor | None = None  # gradients are divided by it
 

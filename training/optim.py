@@ -228,16 +228,12 @@ def guarded_update(
     if clip:
         # as torch.nn.utils.clip_grad_norm_ does
         divisor = ((norms.total + 1e-6) / clip).clamp(min=1.0)
-    if scaler.is_enabled():
-        torch._foreach_div_(gradients, divisor)
-        # The scaler skips a step with infinite gradients, and lowers the loss scale.
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        # A loss may be infinite while the gradients are not. bad_losses is a sum over ranks, and so
-        # is the norm under FSDP: all ranks skip together.
-        is_bad = ~torch.isfinite(norms.total) | (bad_losses > 0)
-        _apply(optimizer, gradients, divisor, is_bad)
+    # A loss may be infinite while the gradients are not, which scaler.step would not see.
+    # bad_losses is a sum over ranks, and so is the norm under FSDP: all ranks skip together.
+    is_bad = ~torch.isfinite(norms.total) | (bad_losses > 0)
+    _apply(optimizer, gradients, divisor, is_bad)
+    # Lowers the loss scale after infinite gradients. Does nothing where there is none.
+    scaler.update()
     for parameter in parameters:
         parameter.grad = None
     return norms

@@ -153,10 +153,12 @@ class RunFolder:
         self.uncommitted = b""  # how the code differs from the commit, on the main rank
         is_main = ranks.is_main
         self.log = RunLog(self.path, config.max_iters, is_main)
+
+        def lock() -> FolderLock:
+            return FolderLock(self.path, lambda: self.stop_signal.name, active=is_main)
+
         # No other process may be in the folder when we look for a checkpoint there.
-        self.lock = ranks.together(
-            lambda: FolderLock(self.path, lambda: self.stop_signal.name, active=is_main)
-        )
+        self.lock = ranks.together(lock)
 
     def __enter__(self) -> "RunFolder":
         return self

@@ -16,7 +16,7 @@ Pair = tuple[Norm | None, Norm | None]
 
 def is_same_function(source: GPT, model: GPT) -> bool:
     """Do the norms of two models compute the same, up to rounding? The rest is the same."""
-    if _residual_weights(source) != _residual_weights(model):
+    if _sums(source) != _sums(model):
         return False
     # Is the stream of each centred (cbwc)?
     was_centered = source.plan.type.embed is not None
@@ -27,9 +27,9 @@ def is_same_function(source: GPT, model: GPT) -> bool:
     return all(_are_alike(old, new) for old, new in _other_norms(source, model))
 
 
-def _residual_weights(gpt: GPT) -> list[float | None]:
-    """List the weights of the stream where its normalised sum replaces it; None elsewhere."""
-    return [place.residual_weight if place.replaces else None for place in gpt.places()]
+def _sums(gpt: GPT) -> list[tuple[float, bool]]:
+    """List, for each place, the weight of the stream in the sum, and whether y replaces it."""
+    return [(place.residual_weight, place.replaces) for place in gpt.places()]
 
 
 def _stream_norms(source: GPT, model: GPT) -> Iterator[Pair]:

@@ -288,10 +288,14 @@ def activation(
     The latter is how the paper applies 1 / sigma (Loretz & Hochreiter 2026, section 4.3). With x
     the statistic is that of x, and is returned too.
     """
-    taken = [] if x is None else [inverse_rms(x, eps)]
-    inv_rms = taken[0] if taken else inv_rms
+    taken = []
+    if x is not None:
+        inv_rms = inverse_rms(x, eps)
+        taken.append(inv_rms)
     y = z if inv_rms is None else finished(z, inv_rms, bias)
-    return [(activate(y, kind) if kind else y).to(z.dtype), *taken]
+    if kind:
+        y = activate(y, kind)
+    return [y.to(z.dtype), *taken]
 
 
 # ------------------------------------------------------------------------- our own, fused products
@@ -311,8 +315,11 @@ def project(
     With eps the statistic is x's own, and is returned too: the kernel sums the squares in the
     product's own loop over x.
     """
-    taken = [] if eps is None else [inverse_rms(x, eps)]
-    z = finished(_product(x, weight), taken[0] if taken else inv_rms, bias)
+    taken = []
+    if eps is not None:
+        inv_rms = inverse_rms(x, eps)
+        taken.append(inv_rms)
+    z = finished(_product(x, weight), inv_rms, bias)
     if kind:
         z = activate(z, kind)
     if residual is not None:
