@@ -34,6 +34,7 @@ With --json the last line of output is JSON.
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -129,10 +130,8 @@ def made_by(file: str, function: str) -> tuple[nn.Module, Inputs]:
             "positional or a dict of keyword arguments"
         )
     model, inputs = made
-    try:
+    with suppress(NotImplementedError):  # an exported program stays in the mode of its export
         model.eval()
-    except NotImplementedError:
-        pass  # an exported program stays in the mode in which it was exported
     return model, inputs
 
 

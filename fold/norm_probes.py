@@ -760,7 +760,16 @@ def hand_row(graph: Graph, piece: HandNorm) -> NormRow | None:
     if form.name:
         stored = graph.values[form.name].detach().double().flatten()
         row.gain_dtype = str(graph.values[form.name].dtype).removeprefix("torch.")
-    row.norm = Norm(own_found, form, None, stored, lambda dtype: own)
+    functions = {torch.float64: own}
+    row.norm = Norm(own_found, form, None, stored, functions.__getitem__)
+    dtype = piece.given.meta["val"].dtype
+    if dtype in WIDTHS:
+        # The casts of a model in 16 bits are in its graph.
+        functions[dtype] = piece.function_in_its_type(graph.values)
+        random = piece.function_in_its_type(values)
+        rounding = rounding_of(lambda _: random, found, form, dtype, x.device)
+        row.norm.roundings[dtype] = rounding
+        setattr(row, str(dtype).removeprefix("torch."), str(rounding))
     return row
 
 

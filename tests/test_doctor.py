@@ -12,6 +12,7 @@ from torch import nn
 
 import doctor
 from fold import norms_of
+from fold.alignment import compare
 from fold.streams import streams
 
 
@@ -196,6 +197,32 @@ def test_the_program_on_a_model_in_a_file(tmp_path, capsys, against, said):
     shown = capsys.readouterr().out
     assert shown.startswith("1: RMSNorm; over 8; eps 1e-06 inside the root; gain w in float32; no")
     assert all(part in shown for part in said), shown
+
+
+class Rounding(nn.Module):
+    """A norm that rounds before its gain or after it."""
+
+    def __init__(self, is_before: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 32))
+        self.is_before = is_before
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        if self.is_before:
+            return (wide * self.weight.float()).to(x.dtype)
+        return wide.to(x.dtype) * self.weight
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_the_rounding_of_an_exported_norm(is_before):
+    x = (torch.randn(4, 6, 32).bfloat16(),)
+    model = nn.Sequential(Rounding(True), nn.Linear(32, 32)).bfloat16().eval()
+    other = nn.Sequential(Rounding(is_before), nn.Linear(32, 32)).bfloat16().eval()
+    found = compare(model, torch.export.export(other, x).module(), x)
+    assert found.cause.startswith("" if is_before else "rounding"), str(found)
+    assert found.has_difference is not is_before
 
 
 def test_a_function_that_returns_no_model_is_named(tmp_path):
