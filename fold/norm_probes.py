@@ -357,6 +357,8 @@ def probe_module(module: nn.Module, call: Call, known: Sequence[Known] = ()) -> 
             row = _probe_like(module, call, other.row)
             if row is not None:
                 return row
+    # A copy, because a call may leave something behind: what other norms take from this one.
+    module = duplicate(module)
     if call.x.dtype != torch.float16 and not _may_be_norm(module, call):
         return None
     alone = widened(duplicate(module))

@@ -95,6 +95,19 @@ def test_attention_is_no_norm_and_a_weight_norm_is_one_with_a_gain_from_outside(
     assert (row.gain, row.batch) == ("not known", "not known")
 
 
+@needs_transformers
+@pytest.mark.parametrize(
+    "name", ["CpmAntModel", "M2M100Model", "SEWModel", "YosoModel", "convnext"]
+)
+def test_the_norms_of_other_peoples_models_are_those_of_their_source(name):
+    """tests/norm_kinds.py has 124 more models."""
+    from norm_kinds import by_source, check  # needs transformers
+
+    found, counts, comparison = check(name)
+    assert counts == by_source(name), str(found)
+    assert not comparison.has_difference, str(comparison)
+
+
 # ------------------------------------------------------------------------------ one against another
 
 # tests/norm_faults.py has five more architectures
