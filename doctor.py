@@ -32,9 +32,9 @@ float16, the share of the squares that is in the mean and in the first token, an
 With --json the last line of output is JSON.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -130,8 +130,7 @@ def made_by(file: str, function: str) -> tuple[nn.Module, Inputs]:
             "positional or a dict of keyword arguments"
         )
     model, inputs = made
-    with contextlib.suppress(NotImplementedError):
-        # An exported program stays in the mode in which it was exported.
+    with suppress(NotImplementedError):  # an exported program stays in the mode of its export
         model.eval()
     return model, inputs
 

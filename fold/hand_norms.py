@@ -11,9 +11,11 @@ of torch, called as a function, are found in the same way.
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_map
 
 from .formulas import Function
 from .graph import Graph
@@ -78,6 +80,31 @@ class HandNorm:
         """Return it as a function in float64, with these values of its parameters by name."""
         known = {node: values[name].detach().double() for node, name in self.names.items()}
         return lambda x: compute(self.y, {**known, self.x: x})
+
+    @property
+    def given(self) -> Node:
+        """Return the tensor that x is a cast of, if it is one."""
+        node = self.x
+        while str(node.target).startswith(CASTS) and shape(node.args[0]) == shape(node):
+            node = node.args[0]
+        return node
+
+    def function_in_its_type(self, values: dict[str, Tensor]) -> Function:
+        """Return it as a function of what is given, in the types of the graph, casts and all."""
+        known = {node: values[name].detach() for node, name in self.names.items()}
+        return lambda x: as_written(self.y, {**known, self.given: x})
+
+
+def as_written(node: Node, known: dict[Node, Any]) -> Any:
+    """Compute a tensor of the graph from known ones, which become more."""
+    if node not in known:
+
+        def value(x: Any) -> Any:
+            return as_written(x, known) if isinstance(x, Node) else x
+
+        args, kwargs = tree_map(value, (node.args, node.kwargs))
+        known[node] = node.target(*args, **kwargs)
+    return known[node]
 
 
 def hand_norms(graph: Graph, taken: Collection[str]) -> Iterator[HandNorm]:

@@ -357,6 +357,8 @@ def probe_module(module: nn.Module, call: Call, known: Sequence[Known] = ()) -> 
             row = _probe_like(module, call, other.row)
             if row is not None:
                 return row
+    # A copy, because a call may leave something behind: what other norms take from this one.
+    module = duplicate(module)
     if call.x.dtype != torch.float16 and not _may_be_norm(module, call):
         return None
     alone = widened(duplicate(module))
@@ -760,7 +762,16 @@ def hand_row(graph: Graph, piece: HandNorm) -> NormRow | None:
     if form.name:
         stored = graph.values[form.name].detach().double().flatten()
         row.gain_dtype = str(graph.values[form.name].dtype).removeprefix("torch.")
-    row.norm = Norm(own_found, form, None, stored, lambda dtype: own)
+    functions = {torch.float64: own}
+    row.norm = Norm(own_found, form, None, stored, functions.__getitem__)
+    dtype = piece.given.meta["val"].dtype
+    if dtype in WIDTHS:
+        # The casts of a model in 16 bits are in its graph.
+        functions[dtype] = piece.function_in_its_type(graph.values)
+        random = piece.function_in_its_type(values)
+        rounding = rounding_of(lambda _: random, found, form, dtype, x.device)
+        row.norm.roundings[dtype] = rounding
+        setattr(row, str(dtype).removeprefix("torch."), str(rounding))
     return row
 
 

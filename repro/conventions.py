@@ -13,8 +13,10 @@ from common.hub import import_transformers
 from common.output import markdown
 from fold import norms_of
 from fold.norm_probes import NormRow, pattern
+from hf import coupled
 
 hf = import_transformers()
+coupled.register()
 
 SMALL = dict(
     vocab_size=67,
@@ -38,7 +40,15 @@ BERT = {**SMALL, "num_key_value_heads": None, "pad_token_id": 0}
 OPT = dict(vocab_size=67, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2)
 OPT |= dict(num_attention_heads=4, max_position_embeddings=64, pad_token_id=0)
 
-# name -> (config's class, keys); the models that our GPT loads come first
+LOCAL = {**HEAD, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+LINEAR = {**HEAD, "layer_types": ["linear_attention", "full_attention"]}
+LINEAR |= dict(linear_key_head_dim=8, linear_value_head_dim=8)
+LINEAR |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
+GEMMA_4 = {**LOCAL, "vocab_size_per_layer_input": 67, "hidden_size_per_layer_input": 8}
+# The norm before an MLP takes the statistic of the one before attention.
+COUPLED = dict(norm_plan="Rs Rs R", coupled_alpha=(1.0,) * 5)
+
+# name -> (config's class, or model_type of a coupled one; keys). What our GPT loads comes first.
 FAMILIES = {
     "GPT-2": ("GPT2Config", GPT2),
     "Llama": ("LlamaConfig", SMALL),
@@ -46,11 +56,15 @@ FAMILIES = {
     "OLMo 2": ("Olmo2Config", SMALL),
     "OLMo 3": ("Olmo3Config", SMALL),
     "Gemma 3": ("Gemma3TextConfig", HEAD),
+    "Coupled GPT-2, ours": ("coupled_gpt2", {**GPT2, **COUPLED}),
+    "Coupled Llama, ours": ("coupled_llama", {**SMALL, **COUPLED}),
+    "Coupled Qwen3, ours": ("coupled_qwen3", {**HEAD, **COUPLED}),
     "BERT": ("BertConfig", BERT),
     "Cohere": ("CohereConfig", {**SMALL, "use_qk_norm": True}),
     "EXAONE 4": ("Exaone4Config", {**SMALL, "sliding_window": 12}),
     "Gemma": ("GemmaConfig", HEAD),
     "Gemma 2": ("Gemma2Config", HEAD),
+    "Gemma 4": ("Gemma4TextConfig", GEMMA_4),
     "GLM-4": ("Glm4Config", HEAD),
     "GPT-NeoX": ("GPTNeoXConfig", SMALL),
     "gpt-oss": ("GptOssConfig", GPT_OSS),
@@ -66,6 +80,7 @@ FAMILIES = {
     "Qwen2": ("Qwen2Config", SMALL),
     "Qwen3 MoE": ("Qwen3MoeConfig", MOE),
     "Qwen3-Next": ("Qwen3NextConfig", {**MOE, "shared_expert_intermediate_size": 24}),
+    "Qwen3.5": ("Qwen3_5TextConfig", LINEAR),
     "SmolLM 3": ("SmolLM3Config", SMALL),
     "StableLM": ("StableLmConfig", {**SMALL, "qk_layernorm": True}),
     "T5 (encoder and decoder)": ("T5Config", T5),
@@ -95,7 +110,11 @@ def rows_of(name: str) -> list[list[str]]:
     """Return the table's rows of one family, a row for all norms that are alike."""
     config_class, keys = FAMILIES[name]
     torch.manual_seed(0)
-    model = hf.AutoModel.from_config(getattr(hf, config_class)(**keys)).eval()
+    if config_class.startswith("coupled"):
+        model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(config_class, **keys))
+    else:
+        model = hf.AutoModel.from_config(getattr(hf, config_class)(**keys))
+    model.eval()
     ids = torch.randint(3, 67, (2, 16), generator=torch.Generator().manual_seed(0))
     inputs = dict(input_ids=ids)
     if "T5" in config_class:

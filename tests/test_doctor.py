@@ -12,6 +12,7 @@ from torch import nn
 
 import doctor
 from fold import norms_of
+from fold.alignment import compare
 from fold.streams import streams
 
 
@@ -92,6 +93,19 @@ def test_attention_is_no_norm_and_a_weight_norm_is_one_with_a_gain_from_outside(
     (row,) = norms_of(Reading().eval(), (torch.randn(2, 5, 8), torch.randn(2, 5, 8))).rows
     assert "weight" in row.path and row.kind == "RMSNorm"
     assert (row.gain, row.batch) == ("not known", "not known")
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "name", ["CpmAntModel", "M2M100Model", "SEWModel", "YosoModel", "convnext"]
+)
+def test_the_norms_of_other_peoples_models_are_those_of_their_source(name):
+    """tests/norm_kinds.py has 124 more models."""
+    from norm_kinds import by_source, check  # needs transformers
+
+    found, counts, comparison = check(name)
+    assert counts == by_source(name), str(found)
+    assert not comparison.has_difference, str(comparison)
 
 
 # ------------------------------------------------------------------------------ one against another
@@ -196,6 +210,32 @@ def test_the_program_on_a_model_in_a_file(tmp_path, capsys, against, said):
     shown = capsys.readouterr().out
     assert shown.startswith("1: RMSNorm; over 8; eps 1e-06 inside the root; gain w in float32; no")
     assert all(part in shown for part in said), shown
+
+
+class Rounding(nn.Module):
+    """A norm that rounds before its gain or after it."""
+
+    def __init__(self, is_before: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 32))
+        self.is_before = is_before
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        if self.is_before:
+            return (wide * self.weight.float()).to(x.dtype)
+        return wide.to(x.dtype) * self.weight
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_the_rounding_of_an_exported_norm(is_before):
+    x = (torch.randn(4, 6, 32).bfloat16(),)
+    model = nn.Sequential(Rounding(True), nn.Linear(32, 32)).bfloat16().eval()
+    other = nn.Sequential(Rounding(is_before), nn.Linear(32, 32)).bfloat16().eval()
+    found = compare(model, torch.export.export(other, x).module(), x)
+    assert found.cause.startswith("" if is_before else "rounding"), str(found)
+    assert found.has_difference is not is_before
 
 
 def test_a_function_that_returns_no_model_is_named(tmp_path):
