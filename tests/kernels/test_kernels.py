@@ -237,7 +237,7 @@ def test_frozen_gains_and_biases_leave_the_other_gradients(name):
 def test_tiles_of_the_size_a_gpu_gets(name, monkeypatch):
     monkeypatch.setattr(rows, "THREADS", THREADS)
     monkeypatch.setattr(rows, "WARP_ROW", WARP_ROW)
-    for C, rows_of in ((96, 33), (600, 3), (2500, 3), (4097, 3)):
+    for C, rows_of in ((96, 33), (600, 3), (2500, 3), (4096, 3), (4097, 3)):
         check_case(name, plain_case(C, rows_of))
 
 

@@ -4,7 +4,9 @@ done once; the first quarter of an hour in order, with a stage that fails, one t
     python -m pytest tests/repro/test_gpu.py
 """
 
+import fnmatch
 import os
+import re
 import signal
 import subprocess
 import time
@@ -123,6 +125,23 @@ def test_every_stage_says_what_its_program_understands(campaign, tmp_path, monke
     code, printed = campaign("*")
     assert code == 0 and printed.count("done before") == len(names)
     assert len(calls(tmp_path)) == len(made) + 1  # which asks where it runs
+
+
+def test_the_manual_has_all_stages_and_no_others(campaign):
+    """In the tables of `Stages`: capitals stand for any word, and -word for another end."""
+    page = (ROOT / "docs/reproduce.md").read_text()
+    tables = page.split("### Stages")[1].split("###")[0]
+    patterns = []
+    for cell in re.findall(r"^\| ([a-z][^|]*) \|", tables, re.M):
+        first, *others = cell.split(", ")
+        patterns.append(first)
+        for word in others:
+            patterns.append(first.split("-")[0] + word if word.startswith("-") else word)
+    patterns = [re.sub("[A-Z]+", "*", pattern) for pattern in patterns if pattern != "stages"]
+    names = campaign()[1].split()
+    for pattern in patterns:
+        assert fnmatch.filter(names, pattern), pattern
+    assert [name for name in names if not any(fnmatch.fnmatch(name, p) for p in patterns)] == []
 
 
 def test_the_quarter_runs_by_value(campaign, tmp_path, monkeypatch):
