@@ -277,7 +277,7 @@ class Overrides:
             # A program that takes one has taken it out of its command line before.
             refuse(origin)
         if name not in self.fields:
-            near = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, [*self.fields, NORM_FILE], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "--help lists all keys"
             raise ConfigError(f"{origin}: unknown key {name!r}: {hint}")
         annotation = self.types[name]

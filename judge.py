@@ -29,6 +29,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from common.errors import ConfigError, UserError, run_program
+from common.norm_file import KEY as NORM_FILE
 from common.norm_file import default_norm_file, split_norm_file
 from common.output import writing
 from configurator import key, parse_args
@@ -93,7 +94,7 @@ def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def is_own_key(name: str) -> bool:
     """Tell whether a key is one of judge.py, or is nearer to one of these than to train.py's."""
-    keys = [*OWN_KEYS, "help", *(field.name for field in fields(TrainConfig))]
+    keys = [*OWN_KEYS, "help", NORM_FILE, *(field.name for field in fields(TrainConfig))]
     near = [name] if name in keys else difflib.get_close_matches(name, keys, n=1, cutoff=0.5)
     return bool(near) and near[0] in {*OWN_KEYS, "help"}
 

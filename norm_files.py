@@ -68,7 +68,7 @@ def add_norms(file: NormFile) -> None:
     for name, row in rows.items():
         check_row(name, row, letters, known_keys, file)
     # Only now, so that a file that is refused has added nothing.
-    NORMS.update((letter, builder(kind)) for letter, kind in letters.items())
+    NORMS.update((letter, builder(kind, file)) for letter, kind in letters.items())
     NORM_TYPES.update(
         (name, replace(row, keys=(*row.keys, PIN), source=file)) for name, row in rows.items()
     )
@@ -160,6 +160,10 @@ def check_row(
         raise ConfigError(
             f"{where} is no norm_types.NormType: write TYPES = {{name: NormType(...)}}"
         )
+    if not callable(row.default_plan):
+        raise ConfigError(
+            f"{where}: its plan must be a function of (config, n_layer) that returns text"
+        )
     used = set(row.allowed_letters + row.outputs + row.embeddings)
     if unknown := sorted(used - NORMS.keys() - letters.keys()):
         raise ConfigError(f"{where} has letters of no norm, {''.join(unknown)}: remove them")
@@ -169,13 +173,21 @@ def check_row(
         )
 
 
-def builder(kind: type[Norm]) -> Callable[[NormPlan, int], Norm]:
+def builder(kind: type[Norm], file: NormFile) -> Callable[[NormPlan, int], Norm]:
     """Return the function of plan and position that makes a norm, as NORMS has them."""
 
     def build(plan: NormPlan, number: int) -> Norm:
         # What a norm draws is the same on every rank and in every run: nothing else seeds it.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(number)
-            return kind.of_plan(plan, number)
+            try:
+                return kind.of_plan(plan, number)
+            except UserError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"{file.path}:{line_of(error, file)}: {kind.__name__} cannot be made: "
+                    f"{type(error).__name__}: {error}: its __init__ takes what Norm's takes"
+                ) from None
 
     return build

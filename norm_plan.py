@@ -300,6 +300,11 @@ class NormPlan:
         self.type = config.type
         # The plan that is given, else that of the norm type
         text = config.norm_plan or self.type.default_plan(config, n_layer)
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"norm type {config.norm_type}: its plan function returned {text!r}, no text: "
+                "correct the norm file"
+            )
         inputs, _, rest = text.replace(" ", "").partition("|")
         outputs, _, embedding = rest.partition("|")
         self.letters = inputs  # 2L + 1 letters

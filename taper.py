@@ -83,10 +83,15 @@ class StepMean(nn.Module):
     Micro-batches add to a sum. `update` forms the mean over micro-batches and ranks, and moves the
     average once a step. So the value does not depend on the number of ranks, and the checkpoint of
     rank 0 is right for all of them.
+
+    Args:
+        size: of the vector.
+        decay: the share of the average that stays in a step.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, decay: float = EMA_DECAY):
         super().__init__()
+        self.decay = decay
         # The last element of the sum is the number of tokens. It is 0 between steps, when
         # checkpoints are made, so it is not saved.
         self.register_buffer("sum", torch.zeros(size + 1), persistent=False)
@@ -111,7 +116,7 @@ class StepMean(nn.Module):
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.sum)
         tokens = self.sum[-1]
-        rate = (1 - EMA_DECAY) * (tokens > 0)  # a tensor: an `if` would make the host wait
+        rate = (1 - self.decay) * (tokens > 0)  # a tensor: an `if` would make the host wait
         # clamp: 0 / 0 would be NaN, at a rate of 0 too.
         self.average.lerp_(self.sum[:-1] / tokens.clamp(min=1), rate)
         self.weight.lerp_(torch.ones_like(self.weight), rate)

@@ -58,6 +58,7 @@ ROW_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 APART_BOUND = 1e-6
 ALONE = "being alone"
 COMPILED_BOUND = 1e-5
+RUNS = "runs"  # the check that a norm which raises an error fails
 
 
 class Size(NamedTuple):
@@ -76,7 +77,10 @@ def check_arm(config: TrainConfig, words: list[str]) -> list[Finding]:
         config: of the arm.
         words: train.py's for it, of which --norm_file is needed.
     """
-    return [*check_places(config), check_compiled(config), check_resumed(config, words)]
+    findings = check_places(config)
+    if any(finding.what == RUNS for finding in findings):  # it raises an error at once
+        return findings
+    return [*findings, check_compiled(config), check_resumed(config, words)]
 
 
 def size_of(config: TrainConfig) -> Size:
@@ -126,7 +130,7 @@ def check_places(config: TrainConfig) -> list[Finding]:
     except UserError:
         raise
     except Exception as error:  # a norm of a file may raise anything
-        return [Finding("runs", False, where_it_failed(error, config))]
+        return [Finding(RUNS, False, where_it_failed(error, config))]
     return checks.findings()
 
 

@@ -1,5 +1,6 @@
 """The page of a study: report.html and report.md, from judge.json and run folders alone."""
 
+import math
 import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from evidence.names import short_name
 from .declaration import JudgedArm
 from .finished import rate_at
 from .plan import found_by
+from .rates import Screen
 from .verdict import Outcome, label
 
 BEYOND = (1, 2)  # octaves above the best rate at which the loss is told: double and four times
@@ -30,7 +32,7 @@ seeds. A difference is the arm's loss minus the baseline's at the same seed, ove
 val split after the last step, nats per token. The interval is a paired t interval at the level of
 Holm's step for that arm. Its standard error counts the seeds, and what the screenings leave open in
 both rates: the root mean square of what a wrong rate costs, simulated for a parabola as steep as
-the measured one and runs as noisy. Where a neighbour of the best rate diverged, a third of the rise
+the measured one and runs as noisy as those of all screenings of the study together. Where a neighbour of the best rate diverged, a third of the rise
 on its other side is counted, for a better rate may lie nearer to the divergence. Intervals cover
 other seeds, not other texts, sizes or lengths.
 In tokens: how many more tokens the baseline would need for the arm's loss, by the slope of its loss
@@ -75,7 +77,8 @@ def verdicts(outcome: Outcome) -> Table:
 
 def settings_of_arms(outcome: Outcome) -> Table:
     """Return what each arm had of its own: start, rate, parameters."""
-    header = ["arm", "words", "start", "learning rate", "error of the rate", "parameters"]
+    header = ["arm", "as it was trained", "start", "learning rate"]
+    header += ["error of the rate, nats", "parameters"]
     header += ["bytes a token of a block's norms", "minutes a run", "declared"]
     record = outcome.record
     rows = []
@@ -115,7 +118,7 @@ def start_of(outcome: Outcome, judged: JudgedArm) -> str:
     if not ratios:
         return "not measured"
     low, high = min(ratios), max(ratios)
-    return f"{low:.2f} to {high:.2f} times the baseline's scale"
+    return f"{low:.2f} to {high:.2f} times the baseline's scale, where both have a norm"
 
 
 def losses_by_rate(outcome: Outcome) -> Table:
@@ -130,13 +133,21 @@ def losses_by_rate(outcome: Outcome) -> Table:
             chosen = f"{rate:g}" if rate else "not settled"
             if option != outcome.chosen[name]:
                 chosen = "another is better"
-            cells = [loss(screen.at(o)) if o in screen.losses else "" for o in octaves]
+            cells = [cell_of(screen, octave) for octave in octaves]
             called = name if len(its) == 1 else label(option)
             rows.append([short_name(called), *cells, chosen, *rises(screen)])
     return Table(header, rows)
 
 
-def rises(screen: Any) -> list[str]:
+def cell_of(screen: Screen, octave: int) -> str:
+    """Return the loss of a screening at an octave, and by how many seeds if not by both."""
+    if octave not in screen.losses:
+        return ""
+    only_one = " (1 seed)" if len(screen.losses[octave]) == 1 else ""
+    return loss(screen.at(octave)) + only_one
+
+
+def rises(screen: Screen) -> list[str]:
     """Return what the loss rises by above the best rate, nats."""
     if not screen.losses:
         return [""] * len(BEYOND)
@@ -241,6 +252,11 @@ def next_command(outcome: Outcome) -> str:
     needed = [row.needed for row in outcome.deciding.values() if row.needed]
     seeds = max([record.seeds, *needed])
     first = record.declaration.first_seed + 100 * (1 + record.seeds // 100)
+    rates = [
+        rate_at(record, screen.best)
+        for name, screen in outcome.screens.items()
+        if screen.is_over and outcome.rates[name] is None and math.isfinite(screen.lowest)
+    ]
     kept = [
         word
         for word in record.command
@@ -250,6 +266,9 @@ def next_command(outcome: Outcome) -> str:
     ]
     arms = shlex.join(judged.text for judged in record.arms if not judged.matches)
     words = [f"--arms={arms}", *kept, f"--first_seed={first}", f"--seeds={seeds}"]
+    if rates:  # no verdict, as the best rate was the last one: the screening begins there
+        words = [word for word in words if not word.startswith("--learning_rate=")]
+        words.append(f"--learning_rate={rates[0]:g}")
     words.append(f"--out={outcome.out}-2")
     return printable(f"python judge.py {shlex.join(words)}")
 

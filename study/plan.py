@@ -1,6 +1,5 @@
 """Say before the first run what a study will cost, and what it can find."""
 
-import ctypes
 import os
 import shutil
 import signal
@@ -18,10 +17,10 @@ from common.output import parse_json
 from common.stats import ALPHA, detectable_effect
 from training.config import TrainConfig
 
+from .children import end_with_parent
 from .rates import worst_rate_error
 from .workers import STOPPED, lines_of
 
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 STEPS = 6  # steps of an arm that are timed, after those that compile
 WARM = 3  # steps that are not
 EVALUATED = (
@@ -75,7 +74,7 @@ def time_arm(
             stdout=file,
             stderr=file,
             start_new_session=True,
-            preexec_fn=end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
     # So that the run ends with this program.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(STOPPED))
@@ -91,11 +90,6 @@ def time_arm(
         raise UserError(f"{' '.join(words)}: its first steps failed: {last}")
     shutil.rmtree(folder)
     return seconds_of_run(config, val_tokens, median(speeds), until_first)
-
-
-def end_with_parent() -> None:
-    """Have the kernel end this process with the one that started it, even where that is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def speeds_of(child: subprocess.Popen, folder: Path, began: float) -> tuple[list[float], float]:

@@ -171,7 +171,13 @@ def configs_in(out: Path, *stages: str) -> Iterator[dict[str, Any]]:
 
 
 def prepare_arm(
-    asked: Asked, text: str, baseline: str, command: tuple[str, ...], out: Path, say: Say
+    asked: Asked,
+    text: str,
+    baseline: str,
+    command: tuple[str, ...],
+    out: Path,
+    say: Say,
+    anyway: bool = False,
 ) -> Prepared:
     """Check an arm, compare its start with the baseline's, and time it. Raises UserError.
 
@@ -180,20 +186,24 @@ def prepare_arm(
         baseline: the first arm.
         command: how train.py is started.
         say: prints a line.
+        anyway: go on although a check failed.
     """
     config, base = config_of(asked, text, out), config_of(asked, baseline, out)
     words = [*asked.common, *first_words(text)]
     checks, places, matched = [], [], None
     if text != baseline:
+        say(f"check {text}: some minutes")
         for finding in check_arm(config, words):
             checks.append(list(finding))
             failed = "" if finding.is_ok else "FAILED: "
             say(f"check {text}: {finding.what}: {failed}{finding.figure}")
+        if not anyway:
+            refuse_failed(text, checks)
         found = starts(config, base)
         places = [list(start) for start in found]
         matched = matched_arm(text, config, found, say)
     seconds = time_arm(command, words, config, val_tokens(config.data_dir), out)
-    say(f"time {text}: {seconds / 60:.1f} minutes a run")
+    say(f"time {text}: {seconds / 60:.1f} minutes a run; what its norms move is counted next")
     return Prepared(checks, places, size_of(config)._asdict(), seconds, matched)
 
 
@@ -243,11 +253,14 @@ def prepare(
     baseline = asked.arms[0]
     # The baseline last: what is wrong with a new norm shows at once.
     order = (*asked.arms[1:], baseline)
-    found = {text: prepare_arm(asked, text, baseline, command, out, say) for text in order}
+    found = {
+        text: prepare_arm(asked, text, baseline, command, out, say, choices.anyway)
+        for text in order
+    }
     for matched in [its.matched for its in found.values() if its.matched]:
         # Unless somebody has named that arm too, which then has checks of its own.
         found.setdefault(matched.text, found[matched.matches]._replace(checks=[], starts=[]))
-    failed = failed_checks(found, choices)
+    failed = has_failed(found)
     family, later = split_family(asked, found, out)
     seconds = {text: its.seconds for text, its in found.items()}
     times = [time_of(JudgedArm(text, ""), seconds) for text in found]
@@ -272,15 +285,18 @@ def prepare(
     return record.with_later(later) if later else record
 
 
-def failed_checks(found: dict[str, Prepared], choices: Choices) -> bool:
-    """Did a check of an arm fail? Raises UserError for it, unless the study is to go on anyway."""
-    failed = [text for text, its in found.items() if not all(ok for _, ok, _ in its.checks)]
-    if failed and not choices.anyway:
+def refuse_failed(text: str, checks: list[list[Any]]) -> None:
+    """Raise UserError if a check of an arm failed."""
+    if not all(is_ok for _, is_ok, _ in checks):
         raise UserError(
-            f"{failed[0]}: a check failed (above): correct the norm, or go on with --anyway, which "
-            "the page says"
+            f"{text}: a check failed (above): correct the norm, or go on with --anyway, which the "
+            "page says"
         )
-    return bool(failed)
+
+
+def has_failed(found: dict[str, Prepared]) -> bool:
+    """Tell whether a check of an arm failed."""
+    return any(not is_ok for its in found.values() for _, is_ok, _ in its.checks)
 
 
 def split_family(
@@ -384,7 +400,9 @@ def go_on(
     new = tuple(text for text in asked.arms if text not in known)
     if not new:
         return record
-    found = {text: prepare_arm(asked, text, own[0], command, out, say) for text in new}
+    found = {
+        text: prepare_arm(asked, text, own[0], command, out, say, choices.anyway) for text in new
+    }
     arms = tuple(judged for judged in with_matched(new, found) if judged.text not in known)
     for judged in arms:
         its = found[judged.matches or judged.text]
@@ -392,8 +410,7 @@ def go_on(
         record.starts[judged.text] = [] if judged.matches else its.starts
         record.sizes[judged.text] = its.size
         record.seconds[judged.text] = its.seconds
-    failed = failed_checks(found, choices)
-    return replace(record.with_later(arms), anyway=record.anyway or failed)
+    return replace(record.with_later(arms), anyway=record.anyway or has_failed(found))
 
 
 def words_without_folder(words: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ from norm_plan import NormPlan
 from training.checkpoint import LAST, read_checkpoint
 from training.config import TrainConfig
 
+from .children import end_with_parent
 from .finding import Finding
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,7 +120,13 @@ def train_and_stop(command: list[str], folder: Path) -> tuple[str, int]:
         What went wrong, "" for nothing; and the step after which it stopped.
     """
     with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        child = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=end_with_parent,
+        )
         try:
             began = time.monotonic()
             while child.poll() is None and not (folder / LAST).exists():
@@ -141,7 +148,11 @@ def train_and_stop(command: list[str], folder: Path) -> tuple[str, int]:
 def train(command: list[str]) -> str:
     """Train to the end. Returns what went wrong, "" for nothing."""
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=end_with_parent,
     )
     return last_error(done.stdout) if done.returncode else ""
 

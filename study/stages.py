@@ -90,6 +90,8 @@ def planned_runs(out: Path, record: Record, training: Training) -> list[PlannedR
             arms.append(Arm(judged.arm.name, (*option.arm.words, *training.rate_words(rate))))
         elif judged == record.baseline:
             return []
+    if len(arms) < 2:  # the baseline alone is compared with nothing
+        return []
     runs = in_order(arms, record.declaration.seeds(record.seeds))
     over = finished(out, JUDGED)
     return [run for run in runs if run.name not in over]

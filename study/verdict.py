@@ -135,9 +135,9 @@ class Outcome:
         """Are runs missing that the study still wants?"""
         if any(not screen.is_over for screen in self.all_screens):
             return True
-        if self.rates[self.baseline] is None:
-            return False
         settled = [name for name, rate in self.rates.items() if rate is not None]
+        if self.baseline not in settled or len(settled) < 2:
+            return False
         return any(len(self.arms.get(name, {})) < self.record.seeds for name in settled)
 
     def sentence(self) -> str:
@@ -153,7 +153,14 @@ class Outcome:
         row = self.deciding.get(arm)
         if row is None or row.no_verdict:
             why = self.no_verdict.get(arm) or (row and row.no_verdict) or "not run yet"
-            return f"{name}: no verdict: {why}."
+            screened = ""
+            if why == NOT_SETTLED:
+                lowest, base_lowest = self.screens[arm].lowest, self.screens[self.baseline].lowest
+                screened = (
+                    f" (its lowest loss in the screening is {lowest:.4f} nats per token, that of "
+                    f"{base} {base_lowest:.4f})"
+                )
+            return f"{name}: no verdict: {why}{screened}."
         kind = "95 % interval" if row.n_arms == 1 else "Holm interval"
         interval = f"{kind} {row.show_interval(row.verdict.interval)}"
         tokens = row.show_tokens()
