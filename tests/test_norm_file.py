@@ -6,6 +6,7 @@ python -m pytest tests/test_norm_file.py
 import hashlib
 import json
 import re
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from helpers import (
     ROOT,
     TINY,
+    Job,
     apart,
     contents,
     events,
@@ -546,14 +548,24 @@ PLACES = (
 )
 
 
+@pytest.fixture(scope="module")
+def three_steps(tiny_data, tmp_path_factory) -> Path:
+    """A run folder."""
+    folder = tmp_path_factory.mktemp("three")
+    words = (*TINY, f"--data_dir={tiny_data}", "--norm_type=rms", f"--out_dir={folder / 'run'}")
+    job = Job((*words, "--max_iters=3", "--eval_interval=3"), 1, folder / "job", None)
+    assert job.wait() == [0], job.text()
+    return folder / "run"
+
+
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_what_names_a_norm_file_does_not_run_it(
-    train_ok, train_fails, tiny_data, tmp_path, monkeypatch, trap, place
+    three_steps, train_fails, tiny_data, tmp_path, monkeypatch, trap, place
 ):
     path, ran = trap
     monkeypatch.chdir(tmp_path)
     words = (*TINY, f"--data_dir={tiny_data}", "--norm_type=rms", "--out_dir=run")
-    train_ok(*words, "--max_iters=3", "--eval_interval=3")
+    shutil.copytree(three_steps, tmp_path / "run")
     program, *more = place(path, tmp_path)
     more = [*words, *more] if program == "train" else more
     is_a_file_of_a_run = place in (

@@ -14,6 +14,7 @@ import torch
 from helpers import (
     ROOT,
     TINY,
+    Job,
     apart,
     contents,
     events,
@@ -107,7 +108,7 @@ def test_a_finished_run(launch, train_ok, train_fails, tiny_data, tmp_path, norm
     """Killed before its end it gets one. Then it is left alone, and a longer run goes on."""
     out, whole = tmp_path / "run", tmp_path / "whole"
     words = (*TINY, *keys_of(norm_type), "--sample_tokens=20", "--lr_schedule=constant")
-    words += (f"--data_dir={tiny_data}", f"--out_dir={out}")
+    words += (f"--data_dir={tiny_data}", f"--out_dir={out}", "--max_iters=14")
     train_ok(*words, f"--out_dir={whole}", ranks=ranks)
     job = launch(*words, ranks=ranks, patch=("die_in_sample", {}))
     assert set(job.wait()) == {9} and not (out / "samples.txt").exists()
@@ -118,13 +119,23 @@ def test_a_finished_run(launch, train_ok, train_fails, tiny_data, tmp_path, norm
     assert records(out)[-1]["reason"] == "done"
     before = contents(out)
     assert "finished already" in train_ok(*words, "--log_interval=3", ranks=ranks).text()
-    for name, then, value in (("seed", 1337, 2), ("max_iters", 40, 20)):
+    for name, then, value in (("seed", 1337, 2), ("max_iters", 14, 8)):
         told = train_fails(*words, f"--{name}={value}", code=2, ranks=ranks)
         assert f"{name} {then} -> {value}" in told
     assert contents(out) == before
-    text = train_ok(*words, "--max_iters=45", ranks=ranks).text()
-    assert "changed since then: max_iters 40 -> 45" in text
-    assert sorted(losses(out)) == list(range(1, 46))
+    text = train_ok(*words, "--max_iters=17", ranks=ranks).text()
+    assert "changed since then: max_iters 14 -> 17" in text
+    assert sorted(losses(out)) == list(range(1, 18))
+
+
+@pytest.fixture(scope="module")
+def twenty_steps(tiny_data, tmp_path_factory):
+    """The folder of a run that others go on from."""
+    folder = tmp_path_factory.mktemp("twenty")
+    words = (*TINY, "--max_iters=20", "--lr_schedule=constant", f"--data_dir={tiny_data}")
+    job = Job((*words, f"--out_dir={folder / 'run'}"), 1, folder / "job", None)
+    assert job.wait() == [0], job.text()
+    return folder / "run"
 
 
 @pytest.mark.parametrize(
@@ -138,10 +149,10 @@ def test_a_finished_run(launch, train_ok, train_fails, tiny_data, tmp_path, norm
     ],
     ids=["whole", "cut", "empty", "half a start", "gone"],
 )
-def test_a_gap_in_the_log_is_recorded(train_ok, tiny_data, tmp_path, damage, gap):
+def test_a_gap_in_the_log_is_recorded(twenty_steps, train_ok, tiny_data, tmp_path, damage, gap):
     """Also where it has lost its start event: then it gets another one."""
-    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
-    train_ok(*words, "--max_iters=20", "--lr_schedule=constant")
+    shutil.copytree(twenty_steps, tmp_path / "run")
+    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=24")
     log = tmp_path / "run/log.jsonl"
     left = damage(log.read_text())
     log.unlink() if left is None else log.write_text(left)
@@ -251,6 +262,10 @@ def test_a_taper_killed_in_each_phase_goes_on_bit_for_bit(
     assert all(same(states[0][name], states[1][name]) for name in ("model", "optimizer"))
 
 
+# Of a taper, for runs of 12 steps
+SOON = ("--taper_warmup=4", "--taper_end=9")
+
+
 @pytest.mark.parametrize("norm_type", ["coupled", "taper"])
 def test_world_size_invariance(train_ok, tiny_data, tmp_path, norm_type):
     """1, 2 and 4 ranks at equal tokens a step: the same samples, losses within 1e-5, the same
@@ -264,9 +279,10 @@ def test_world_size_invariance(train_ok, tiny_data, tmp_path, norm_type):
         train_ok(
             *TINY,
             *keys_of(norm_type),
+            *(SOON if norm_type == "taper" else ()),
             "--gradient_accumulation_steps=4",
-            "--max_iters=24",
-            "--eval_interval=12",
+            "--max_iters=12",
+            "--eval_interval=6",
             "--learning_rate=1e-3",
             f"--data_dir={tiny_data}",
             f"--out_dir={out}",
@@ -274,12 +290,12 @@ def test_world_size_invariance(train_ok, tiny_data, tmp_path, norm_type):
             patch=("record_samples", {"path": str(tmp_path / f"ids{ranks}")}),
         )
         text = "".join((tmp_path / f"ids{ranks}.{rank}").read_text() for rank in range(ranks))
-        samples[ranks] = sorted(line for line in text.splitlines() if int(line.split()[0]) <= 24)
+        samples[ranks] = sorted(line for line in text.splitlines() if int(line.split()[0]) <= 12)
         runs[ranks] = losses(out), val_losses(out)
-    assert len(samples[1]) == 96 and samples[1] == samples[2] == samples[4]
+    assert len(samples[1]) == 48 and samples[1] == samples[2] == samples[4]
     for ranks in (2, 4):
         assert apart(runs[1][0], runs[ranks][0]) <= 1e-5
-        assert runs[ranks][1].keys() == runs[1][1].keys() == {0, 12, 24}
+        assert runs[ranks][1].keys() == runs[1][1].keys() == {0, 6, 12}
         # before training: the very same sum, in the same order
         assert runs[ranks][1][0] == runs[1][1][0]
 

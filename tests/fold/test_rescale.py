@@ -69,8 +69,12 @@ def run(model, x):
     return model.eval()(**x)[0]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", MODELS)
+# Attention written out too, with grouped heads, without, and with norms of queries and keys
+EAGER = ("LlamaForCausalLM", "GPT2LMHeadModel", "Gemma3ForCausalLM")
+CASES = [*((name, "sdpa") for name in MODELS), *((name, "eager") for name in EAGER)]
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
 def test_equal_to_the_bit(name, attention, tmp_path):
     """Loaded again by the stock class; the head of a tied model stays the embedding."""
     model = made(name)

@@ -87,20 +87,21 @@ def test_equals_ddp(train_ok, spaced_data, tmp_path, keys):
 
 
 def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path):
-    """Killed while it saves step 18, in the taper's decay: goes on from step 15, and ends in the
+    """Killed while it saves step 9, in the taper's decay: goes on from step 7, and ends in the
     very same numbers.
     """
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    words = (*FSDP, *keys_of("taper"), "--max_iters=32", "--eval_interval=15", "--dropout=0.1")
-    words += ("--checkpoint_interval=6", f"--data_dir={tiny_data}", f"--out_dir={broken}")
+    words = (*FSDP, *keys_of("taper"), "--max_iters=15", "--eval_interval=7", "--dropout=0.1")
+    words += ("--taper_warmup=5", "--taper_end=13", "--checkpoint_interval=3")
+    words += (f"--data_dir={tiny_data}", f"--out_dir={broken}")
     train_ok(*words, f"--out_dir={whole}", ranks=2)
-    job = launch(*words, ranks=2, patch=("die_in_save", {"step": 18}))
+    job = launch(*words, ranks=2, patch=("die_in_save", {"step": 9}))
     assert set(job.wait()) == {9}, job.text()
-    assert read_checkpoint(broken / LAST)["step"] == 15
+    assert read_checkpoint(broken / LAST)["step"] == 7
     assert (broken / (LAST + ".partial")).exists()  # the new one, without its name
     train_ok(*words, ranks=2)
-    assert [record["step"] for record in events(broken, "resume")] == [15]
+    assert [record["step"] for record in events(broken, "resume")] == [7]
     assert losses(broken) == losses(whole) and val_losses(broken) == val_losses(whole)
     for name in (LAST, BEST):
         whole_state, state = (read_checkpoint(out / name) for out in (whole, broken))
@@ -114,14 +115,14 @@ def test_a_run_goes_on_under_the_other_on_any_number_of_ranks(train_ok, tiny_dat
     A taper is in its decay at each change.
     """
     words = (*FSDP, *keys_of("taper"), f"--data_dir={tiny_data}", "--lr_schedule=constant")
-    words += ("--gradient_accumulation_steps=6",)
-    train_ok(*words, "--parallel=ddp", f"--out_dir={tmp_path / 'whole'}")
+    words += ("--gradient_accumulation_steps=6", "--taper_warmup=5", "--taper_end=15")
+    train_ok(*words, "--parallel=ddp", "--max_iters=18", f"--out_dir={tmp_path / 'whole'}")
     for parallel, ranks, end in (
-        ("fsdp", 2, 12),
-        ("fsdp", 3, 16),
-        ("ddp", 2, 20),
-        ("fsdp", 2, 25),
-        ("ddp", 1, 40),
+        ("fsdp", 2, 6),
+        ("fsdp", 3, 8),
+        ("ddp", 2, 10),
+        ("fsdp", 2, 13),
+        ("ddp", 1, 18),
     ):
         text = train_ok(
             *words,
@@ -130,7 +131,7 @@ def test_a_run_goes_on_under_the_other_on_any_number_of_ranks(train_ok, tiny_dat
             f"--out_dir={tmp_path / 'run'}",
             ranks=ranks,
         ).text()
-        assert "changed since then" in text or end == 12
+        assert "changed since then" in text or end == 6
     assert apart(losses(tmp_path / "whole"), losses(tmp_path / "run")) <= 1e-5
 
 
