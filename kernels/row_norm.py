@@ -246,7 +246,6 @@ def backward_kernel(
     COUNTED: tl.constexpr,
     GROUPS: tl.constexpr,
     SHARED: tl.constexpr,
-    STAYS: tl.constexpr,
     AHEAD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -265,13 +264,14 @@ def backward_kernel(
 
     X is the norm's input, rounded: h where the forward kernel added. DH (gradient of the residual
     stream), DS (gradient of INV) and what a norm does not have are None. DOT and SUM are given
-    where a row has several tiles, else None. With STAYS the gain w stays in registers. With AHEAD
-    two rounds of rows are on their way.
+    where a row has several tiles, else None. With AHEAD two rounds of rows are on their way.
     """
     group = tl.program_id(1)
     first = group * C  # the first channel of this group
     col = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    if W is not None and STAYS:
+    # A gain stays in registers, but where another map of the row, or its length, leaves too few.
+    stays: tl.constexpr = DA is None and GATE_C is None and COLUMNS <= 4096
+    if W is not None and stays:
         w = load_gain(W + first, ROWS, col, C)
     if GATE_C is not None:
         gate = tl.load(GATE_C)
@@ -336,9 +336,9 @@ def backward_kernel(
             v = v * inv[:, None]  # the normalised input, computed again
         if DW is not None:
             dw += u * v
-        if W is not None and STAYS:
+        if W is not None and stays:
             u = u * w
-        if W is not None and not STAYS:
+        if W is not None and not stays:
             u = u * load_gain(W + first, ROWS, col, C)
         if not SHARED:
             # <u, v> of the whole row, (ROWS,)
@@ -447,10 +447,9 @@ def forward(inputs: Inputs, settings: Settings) -> Outputs:
 def split_backward(
     x: torch.Tensor, channels: int, saved: Saved, is_shared: bool
 ) -> tuple[rows.Work, dict[str, int]]:
-    """Split the work of the backward kernel, and choose what it keeps in registers.
+    """Split the work of the backward kernel, for the most rows on their way without a spill.
 
-    Chosen by counted registers, for the most rows on their way without a spill
-    (results/cpu/kernels/counts.md).
+    Chosen by counted registers: results/cpu/kernels/counts.md.
 
     Args:
         x: input (rows, groups * channels).
@@ -459,31 +458,28 @@ def split_backward(
         is_shared: does the norm take a statistic that it is given?
 
     Returns:
-        The work; STAYS, AHEAD and, where it is needed, a limit of registers a thread.
+        The work; AHEAD and, where it is needed, a limit of registers a thread.
     """
-    # Of 16 warps, with 64 registers a thread, two programs are resident. RMSNorm keeps to that.
-    # Other norms need more registers. Where a row fills half of the widest tile their programs have
-    # 8 warps, and two are resident with 128. (In a row that does not fill it some would spill.)
+    # Of 16 warps, with 64 registers a thread, two programs are resident. TaperNorm and two norms
+    # need more. Where a row fills half of the widest tile their programs have 8 warps, and two are
+    # resident with 128. (In a row that does not fill it some would spill.)
     half = rows.WHOLE // 2
     has_output_norm = saved.a is not None and channels <= rows.WHOLE
     has_two_maps = has_output_norm or saved.gate_c is not None
-    is_full = channels == half and (has_two_maps or saved.mean is not None)
+    is_full = has_two_maps and channels == half
     widest = rows.NARROW if is_shared else rows.WHOLE
-    most_warps = 8 if is_full or (has_two_maps and channels > half) else 16
+    most_warps = 8 if has_two_maps and channels >= half else 16
     work = rows.split(x, channels, rows.BACKWARD, widest, most_warps=most_warps)
-    # Rows ahead take registers, in float32 twice as many; so does a gain that stays. At the widest
-    # row no norm has them, at half of it not all.
+    # Rows ahead take registers, in float32 twice as many. At the widest row no norm has them. At
+    # half of it LayerNorm, and RMSNorm with a bias, keep to 64 without; two programs of 8 warps
+    # need none.
     width = work.meta["COLUMNS"]
     ahead = is_shared or width < half
-    if width == half and x.element_size() < 4:
-        if is_full:
-            ahead = not has_two_maps
-        else:
-            ahead = has_two_maps or (saved.mean is None and saved.b is None)
-    stays = width <= half and not has_two_maps and not is_full
-    options = {"STAYS": stays, "AHEAD": ahead}
-    # LayerNorm and TaperNorm keep to 128 registers by a limit, an option of NVIDIA's GPUs alone.
-    # Two norms keep to them without, but on sm_100 and 120 by triton 3.8, where a limit spills.
+    if width == half and x.element_size() < 4 and not is_full:
+        ahead = has_two_maps or (saved.mean is None and saved.b is None)
+    options = {"AHEAD": ahead}
+    # TaperNorm keeps to 128 registers by a limit, an option of NVIDIA's GPUs alone. Two norms keep
+    # to them without, but on sm_100 and 120 by triton 3.8, where a limit spills.
     if is_full and not has_output_norm and torch.version.hip is None:
         options["maxnreg"] = 128
     return work, options

@@ -4,8 +4,9 @@
 
 for x (B, T, K) and W (N, K), in one launch. A program reads OUT rows of W once, and all of x. So it
 can sum the squares of x along the way, and RMSNorm costs no launch. One row is multiplied and
-summed in registers; more rows are padded to 16 or more, for the tensor cores. The functions are
-those of kernels/decode/reference.py.
+summed in registers; more rows are padded to 16 or more, for the tensor cores. So the bits of a row
+depend on how many there are, which is so of no other kernel here. The functions are those of
+kernels/decode/reference.py.
 """
 
 import torch
