@@ -24,17 +24,17 @@ METHODS = """\
 Every arm is trained from scratch with the same data, in the same order, and the same settings; only
 its norms, its learning rate and, where its words say so, its initial gain, the scale of its initial
 weights (init_std) or its optimizer are its own. Of several values of these, each has learning rates
-of its own, and the one with the lowest loss goes on. The learning rate is
-found for each arm by itself, with two seeds that the verdict does not use: octaves around the
-config's rate, one more beyond an end that is best, then a second seed at the best two and beside
-the best, and the vertex of the parabola over the logarithm of the rate. The verdict is on new
-seeds. A difference is the arm's loss minus the baseline's at the same seed, over every token of the
-val split after the last step, nats per token. The interval is a paired t interval at the level of
-Holm's step for that arm. Its standard error counts the seeds, and what the screenings leave open in
-both rates: the root mean square of what a wrong rate costs, simulated for a parabola as steep as
-the measured one and runs as noisy as those of all screenings of the study together. Where a neighbour of the best rate diverged, a third of the rise
-on its other side is counted, for a better rate may lie nearer to the divergence. Intervals cover
-other seeds, not other texts, sizes or lengths.
+of its own, and the one with the lowest loss goes on. The learning rate is found for each arm by
+itself, with two seeds that the verdict does not use: octaves around the config's rate, one more
+beyond an end that is best, then a second seed at the best two and beside the best, and the vertex
+of the parabola over the logarithm of the rate. The verdict is on new seeds. A difference is the
+arm's loss minus the baseline's at the same seed, over every token of the val split after the last
+step, nats per token. The interval is a paired t interval at the level of Holm's step for that arm.
+Its standard error counts the seeds, and what the screenings leave open in both rates: the root mean
+square of what a wrong rate costs, simulated for a parabola as steep as the measured one and runs as
+noisy as those of all screenings of the study together. Where a neighbour of the best rate diverged,
+a third of the rise on its other side is counted, for a better rate may lie nearer to the
+divergence. Intervals cover other seeds, not other texts, sizes or lengths.
 In tokens: how many more tokens the baseline would need for the arm's loss, by the slope of its loss
 over the logarithm of tokens in the later half of its runs; the decay of the learning rate is in
 that slope, so the share is a lower estimate."""
