@@ -13,6 +13,7 @@ rounding from the bits of its outputs in 16 bits (roundings.py). Who reads it is
 cannot be probed is "not known".
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .certificate import Inputs, duplicate, first_line, run, widened, widening
 from .formulas import (
+    INSIDE,
     NO_EPS,
     NOT_A_NORM,
     SINGLE,
@@ -51,6 +53,7 @@ from .siblings import FoldError
 WIDTHS = (torch.bfloat16, torch.float16)
 ROWS = 256  # of the batch beside which one row is computed
 UNPROBED = "not known"
+DOUBLE_EPS = torch.finfo(torch.float64).eps  # torch's RMSNorm has its type's where none is given
 SUM = "adds a second input first"
 SECOND = "with a second input"
 
@@ -255,6 +258,10 @@ class NormRow:
         if self.is_named:
             said.append(f"over {self.width}")
             eps = "no eps" if self.place == NO_EPS else f"eps {self.eps:.4g} {self.place}"
+            if self.place == INSIDE and math.isclose(self.eps, DOUBLE_EPS, rel_tol=1e-3):
+                eps += (
+                    " (float64's own, in which it is probed; in another type perhaps that type's)"
+                )
             said.append(eps)
             gain = f"gain {self.gain}"
             gain += f" in {self.gain_dtype}" if self.gain_dtype else ""
