@@ -157,6 +157,22 @@ def test_a_chunk_of_the_loss_writes_logits_and_their_gradient_alone(in_child):
     assert not re.search(r"\(\(16384, 32\d\d\d\), \(\d+, 1\), torch\.float32\)", code)
 
 
+def code_of_a_running_sum() -> str:
+    """Of what writes into a part of a tensor, as a statistic that runs over steps does."""
+
+    def add(sums: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        sums[:-1] += x.detach().sum(0)
+        return 2 * x
+
+    return cuda_codegen.cuda_code(add, [torch.zeros(17), torch.ones(8, 16, requires_grad=True)])[0]
+
+
+@needs_codegen
+def test_a_write_into_a_part_of_a_tensor_is_counted(in_child):
+    moved = launches(in_child(code_of_a_running_sum), 1, 8)
+    assert sum(launch.bytes_moved for launch in moved) >= 4 * (8 * 16 + 8 * 16 + 16)
+
+
 # ------------------------------------------------------------------------ what it says of the norms
 
 
