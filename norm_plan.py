@@ -349,6 +349,12 @@ class NormPlan:
                 f"residual_weight={config.residual_weight:g} acts where a norm replaces the stream "
                 f"({' and '.join(REPLACING)}), and norm_plan {self} has none: leave it out"
             )
+        weight = self.type.residual_weight(self.n_layer)
+        if self.type.source and weight != 1 and set(REPLACING).isdisjoint(self.letters):
+            raise ConfigError(
+                f"norm type {config.norm_type}: its residual_weight acts where a norm replaces the "
+                f"stream ({' and '.join(REPLACING)}), and its plan {self} has none: leave it out"
+            )
         # Of initial_gain one for each letter of the plan may be given too.
         counts = {"coupled_alpha": (positions,), "initial_gain": (positions, 2 * positions)}
         for name, allowed in counts.items():

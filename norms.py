@@ -217,6 +217,12 @@ class Norm(nn.Module):
         """Compensate for a drift () that was measured here, if this norm has a free scalar."""
 
 
+def keeps_formula(norm: Norm, kind: type[Norm]) -> bool:
+    """Tell whether a norm computes what `kind` does: a subclass may compute something else."""
+    names = ("forward", "gain", "exact_gain", "_gain_in", "affine")
+    return all(getattr(type(norm), name) is getattr(kind, name) for name in names)
+
+
 class NoNorm(Norm):
     """Return the residual stream unchanged: a position that has lost its norm."""
 
@@ -255,9 +261,7 @@ class RMSNorm(Norm):
         return rms_norm(h, self.gain, self.eps, self.bias, self.groups, self.counted, self.kernels)
 
     def folded_form(self) -> FoldedForm | None:
-        # A subclass with a forward of its own is another formula, and inherits this method.
-        is_ours = type(self).forward is RMSNorm.forward
-        if not is_ours or not self.is_whole:
+        if not keeps_formula(self, RMSNorm) or not self.is_whole:
             return None
         gain = None if self.weight is None else self.exact_gain
         return FoldedForm("own", gain, self.bias)
@@ -310,7 +314,7 @@ class SharedRMSNorm(Norm):
         return inv_rms if is_one else inv_rms / self.alpha  # no kernel for a division by 1
 
     def folded_form(self) -> FoldedForm | None:
-        if type(self).forward is not SharedRMSNorm.forward:  # as RMSNorm's
+        if not keeps_formula(self, SharedRMSNorm):
             return None
         return FoldedForm("shared", self.exact_gain / self.alpha)
 
@@ -639,7 +643,7 @@ class Place(nn.Module):
     @property
     def adds_plainly(self) -> bool:
         """Is the stream from here on x + delta?"""
-        return self.output is None and not self.replaces
+        return self.output is None and not self.replaces and self.residual_weight == 1
 
     def folded_form(self) -> FoldedForm | None:
         """Return the form of the norm, if it may fold into the linear after it."""

@@ -1,4 +1,4 @@
-"""Compute the cross-entropy of a language model without ever holding all its logits."""
+"""Compute the cross-entropy of a language model, its many logits in chunks, never all at once."""
 
 import torch
 import torch.nn.functional as F

@@ -494,8 +494,9 @@ def test_each_norm_type_and_letter_is_described():
     norms = (ROOT / "docs/norms.md").read_text()
     help_text = str(NormConfig.__dataclass_fields__["norm_type"].metadata)
     for name in NORM_TYPES:
-        assert f"`{name}`" in readme and re.search(rf"\b{name}\b", help_text)
-        assert f"| `{name}` |" in norms
+        is_named = f"`{name}`" in readme and re.search(rf"\b{name}\b", help_text)
+        assert is_named, f"{name} is not in README.md, or not in the help of norm_type"
+        assert f"| `{name}` |" in norms, f"{name} has no row in docs/norms.md"
     for letter in NORMS:
         assert f"`{letter}`: " in norms
 

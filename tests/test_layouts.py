@@ -214,6 +214,7 @@ class Plain:
         return x
 
     def logits(self) -> Tensor:
+        assert self.layout in globals(), f"write {self.layout}() here, or a row of LAYOUTS"
         x = globals()[self.layout](self, self.embeddings(), *self.sections)
         return x @ self.p.get("lm_head.weight", self.p["wte.weight"]).T
 

@@ -231,6 +231,24 @@ def test_arms_and_pairs(train_ok, tiny_data, tmp_path):
         by_arm([rms, first, second])
 
 
+@pytest.mark.parametrize(
+    "number, norm_type, printed",
+    [(0, "MeanAbs", "MM M"), (1, "Running", "rr r"), (2, "sandwich", "RR R | WW")],
+)
+def test_the_examples_of_the_manual_run(registry, tmp_path, number, norm_type, printed):
+    section = (ROOT / "docs/norms.md").read_text().partition("## A norm of your own in a file")[2]
+    path = tmp_path / "example.py"
+    path.write_text(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[number])
+    norm_files.add_norms(read_norm_file(str(path)))
+    model = GPT(GPTConfig(norm_type=norm_type, **SHAPE))
+    assert str(model.plan) == printed
+    ids = torch.randint(64, (2, 8))
+    model.set_step(1, 10)
+    loss, _ = model(ids, ids)
+    model.set_step(2, 10)
+    assert loss.isfinite()
+
+
 def test_a_plan_mixes_a_norm_of_a_file_with_those_of_the_house(registry, tmp_path):
     norm_files.add_norms(read_norm_file(str(write(tmp_path, "MeanAbs"))))
     shape = {"vocab_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
@@ -288,6 +306,8 @@ def test_a_subclass_of_rms_norm_is_its_own_formula(registry, tmp_path):
         "    return self.affine(h / (h.abs().mean(-1, keepdim=True) + self.eps), h.dtype), None\n"
         "class A(Norm): forward = forward\n"
         "class X(RMSNorm): forward = forward\n"
+        "class Y(RMSNorm): gain = property(lambda self: 0.01 * self.weight)\n"
+        "class Z(RMSNorm): pass\n"
     )
     norm_files.add_norms(read_norm_file(str(path)))
     ids = torch.randint(64, (2, 8))
@@ -298,6 +318,35 @@ def test_a_subclass_of_rms_norm_is_its_own_formula(registry, tmp_path):
     plain, subclass = (model(ids) for model in models)
     assert torch.equal(plain, subclass)
     assert models[1].norm_e.folded_form() is None
+    other_gain, same = (norm_plan.NORMS[letter](models[0].plan, 0) for letter in "YZ")
+    assert other_gain.folded_form() is None and same.folded_form() is not None
+
+
+NOT_A_NORM = {
+    "another __init__": ("class A(Norm):\n    def __init__(self, dim): pass\n", "A cannot be made"),
+    "a plan as text": (
+        "class A(Norm): pass\nTYPES = {'A2': NormType('AA A', 'A')}\n",
+        "its plan must be a function",
+    ),
+    "a plan without text": (
+        "class A(Norm): pass\nTYPES = {'A': NormType(lambda *_: None, 'A')}\n",
+        "its plan function returned None",
+    ),
+    "a weight that nothing reads": (
+        "class A(Norm): pass\n"
+        "TYPES = {'A': NormType(lambda *_: 'AAA', 'A', residual_weight=lambda n: 3.0)}\n",
+        "its residual_weight acts where",
+    ),
+}
+
+
+@pytest.mark.parametrize("content, message", NOT_A_NORM.values(), ids=NOT_A_NORM)
+def test_what_cannot_be_a_norm_is_a_line_that_says_so(registry, tmp_path, content, message):
+    path = tmp_path / "wrong.py"
+    path.write_text(f"from norms import Norm\nfrom norm_types import NormType\n{content}")
+    with pytest.raises(UserError, match=message):
+        norm_files.add_norms(read_norm_file(str(path)))
+        GPT(GPTConfig(norm_type="A", **SHAPE))
 
 
 def test_a_running_statistic_counts_each_token_once():

@@ -232,6 +232,13 @@ def test_an_output_norm_is_rounded_with_the_sum(weight):
     assert torch.equal(h, exact.bfloat16())
 
 
+def test_a_weight_of_the_stream_is_no_plain_sum():
+    """So nothing folds as if it were one."""
+    plain, weighted = (Place(RMSNorm(8), residual_weight=weight) for weight in (1.0, 3.0))
+    assert plain.adds_plainly and plain.folded_form() is not None
+    assert not weighted.adds_plainly and weighted.folded_form() is None
+
+
 def test_every_norm_of_a_place_prepares_for_a_step():
     class Told(Norm):
         def set_step(self, step, max_iters):

@@ -108,7 +108,9 @@ def test_notes_tell_what_letters_do_not(norm_type, keys, notes):
 def test_plans_are_those_of_the_manual(norm_type):
     """The third column of the table of docs/norms.md."""
     rows = (ROOT / "docs/norms.md").read_text().replace("&#124;", "!").splitlines()
-    [row] = [row for row in rows if row.startswith(f"| `{norm_type}` |") and row.count(" | ") >= 5]
+    found = [row for row in rows if row.startswith(f"| `{norm_type}` |") and row.count(" | ") >= 5]
+    assert found, f"docs/norms.md has no row for {norm_type} in its table of norm types"
+    [row] = found
     printed = re.sub("</?code>|`", "", row.split(" | ")[2]).replace("!", "|")
     assert str(plan(norm_type, 4 if norm_type in ("coupled", "mixln") else 2)) == printed
 

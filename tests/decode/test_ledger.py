@@ -187,7 +187,9 @@ def test_the_manual_counts_every_norm_type(norm):
 def test_the_table_of_norm_types_has_both_ledgers(norm):
     """docs/norms.md: bytes of results/cpu/bytes, launches of the third of four blocks."""
     rows = (ROOT / "docs/norms.md").read_text().splitlines()
-    [row] = [row for row in rows if row.startswith(f"| `{norm}` |") and row.count(" | ") >= 5]
+    found = [row for row in rows if row.startswith(f"| `{norm}` |") and row.count(" | ") >= 5]
+    assert found, f"docs/norms.md has no row for {norm} in its table of norm types"
+    [row] = found
     arms = json_lines(ROOT / "results/cpu/bytes/ledger.jsonl")
     counted = {arm["norms"]: arm["bytes_per_token"] for arm in arms}
     # a Pre-LN block of mixln, a block of taper before it tapers
