@@ -52,6 +52,7 @@ OWN_TOLERANCE = 2e-6
 OWN_ERRORS = 4
 SEED = 5489
 LARGEST = 1 << 22  # numbers of an input with one axis more
+MOST_KEPT = 1 << 18  # numbers of an output that are compared, where there are dozens of outputs
 # A relative difference beyond this is no rounding: in float32, and in any type.
 LARGEST_ROUNDING = (2e-5, 0.1)
 SCALES = (0.01, 100.0)  # what inputs are multiplied by, for a check at other magnitudes
@@ -307,7 +308,7 @@ def _checks_in_float64(
         worst: dict[str, Check] = {}
         for source, x, y in others:
             try:
-                check = _check(kind, source, y, run(converted, x))
+                check = _check(kind, source, y, _thinned(run(converted, x)))
             except Exception:  # such as a norm that was folded for one rank, and refuses others
                 continue
             if source not in worst or check.max_rel > worst[source].max_rel:
@@ -343,8 +344,25 @@ def _other_cases(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Inputs
                 except Exception:  # the model's forward may raise anything
                     continue
                 if all(y.isfinite().all() for y in _floats(output)):
-                    yield source, x, output
+                    yield source, x, _thinned(output)
                 break
+
+
+def _thinned(output: Any) -> Any:
+    """Keep at most some MOST_KEPT numbers of each tensor of an output, from all over it.
+
+    There are dozens of cases, and the logits of each may take as much memory as a model.
+    """
+
+    def thinned(x: Tensor) -> Tensor:
+        step = math.ceil(x.numel() / MOST_KEPT)
+        if step < 2:
+            return x
+        while math.gcd(step, x.shape[-1]) > 1:  # so that all channels are among them
+            step += 1
+        return x.flatten()[::step].clone()
+
+    return tree_map_only(Tensor, thinned, output)
 
 
 def _checks_in_own_type(
