@@ -216,6 +216,7 @@ repro/lasts.sh CODE S
 repro/point_wise.sh CODE rates
 """,
     "another test runs the program at toy size": """
+python doctor.py mine.py:trained --against=mine.py:exported
 python sample.py out/mine --norm_file=my_norm.py
 python judge.py --norm_file=my_norm.py --arms="rms MeanAbs" config/demo.py --out=out/judge
 python judge.py --norm_file=my_norm.py --arms="rms MeanAbs" config/demo.py --dry_run=True

@@ -16,7 +16,7 @@ EXPECTED = {
     "OPTForCausalLM": ("equal", "said", "refused"),
     "BertForMaskedLM": ("equal", "said", "refused"),
     "BartForConditionalGeneration": ("equal", "said", "refused"),
-    "T5ForConditionalGeneration": ("refused", "equal", "said"),
+    "T5ForConditionalGeneration": ("refused", "said", "said"),
 }
 
 
