@@ -218,8 +218,9 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
     ):
         lines = finish(start(data, tmp_path / "out", **{name: value}), 2)
         assert any(error in line for line in lines)
+    environment = {**os.environ, "PYTHON": sys.executable}
     help_text = subprocess.run(
-        ["./sweep.sh"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["./sweep.sh"], cwd=ROOT, capture_output=True, text=True, check=True, env=environment
     ).stdout
     assert "ARMS" in help_text and "set -euo" not in help_text
 
