@@ -59,6 +59,7 @@ few bits.
 With --json the last line of output is JSON.
 """
 
+import gc
 import json
 import re
 from collections import Counter
@@ -66,7 +67,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -321,6 +322,22 @@ def foreign_inputs(model: nn.Module, config: ConvertConfig) -> dict[str, Any]:
     return example_inputs(model, config.seed)
 
 
+class Folded(NamedTuple):
+    """A model of transformers that was converted.
+
+    Attributes:
+        inputs: on which it was checked.
+        lines: about it.
+        how: it is read once it is written.
+    """
+
+    model: nn.Module
+    certificate: Certificate
+    inputs: dict[str, Any]
+    lines: list[str]
+    how: str
+
+
 def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list[str]]:
     """Fold a model of transformers, and write it if `out` is set.
 
@@ -330,21 +347,34 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
     Raises:
         FoldError: nothing folds, or the fold is not exact.
     """
+    folded = fold_foreign(spec, config)
+    lines = folded.lines
+    if config.out:
+        gc.collect()  # the model before, of which the analysis was in a cycle
+        save(folded.model, config.out, folded.certificate, spec, folded.inputs)
+        lines = [f"wrote {config.out}; {folded.how}", *lines]
+    return folded.certificate, lines
+
+
+def fold_foreign(spec: str, config: ConvertConfig) -> Folded:
+    """Convert a model of transformers. The model before is let go.
+
+    Raises:
+        FoldError: nothing folds, or the fold is not exact.
+    """
     model = load_as_saved(spec)
     inputs = foreign_inputs(model, config)
+    how = f"what loads {spec} loads it"
+    lines: list[str] = []
     if config.to == "weightless":
         after, certificate = fold.fold_gains(model, inputs, config.untie, config.keep_final_gain)
         lines = left_lines(certificate)
-        how = f"what loads {spec} loads it"
     elif config.to == "rescaled":
         factor = scale_factor(model, inputs, spec, config)
         after, certificate = rescale(model, inputs, factor)
-        lines = []
-        how = f"what loads {spec} loads it"
     elif config.to == "rotated":
         after, certificate = rotate(model, inputs, config.seed, config.untie)
         lines = left_lines(certificate)
-        how = f"what loads {spec} loads it"
     else:
         report = fold.analyze(model, inputs)
         after, certificate = fold.fold(model, report, untie=config.untie, insert=config.insert)
@@ -366,10 +396,7 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
         )
     if not certificate.ok:
         raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")
-    if config.out:
-        save(after, config.out, certificate, spec, inputs)
-        lines.insert(0, f"wrote {config.out}; {how}")
-    return certificate, lines
+    return Folded(after, certificate, inputs, lines, how)
 
 
 def scale_factor(
