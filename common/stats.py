@@ -189,7 +189,7 @@ def detectable_effect(sd: float, n: int, alpha: float = ALPHA, error: float = 0.
         return power_of_t(effect, 1.0, n, alpha) - POWER
 
     # Power depends on the effect in units of the SD alone.
-    return sd * brentq(above, 0.0, LARGEST)
+    return sd * brentq(above, 0.0, LARGEST * (1 + error))
 
 
 def power_with_error(effect: float, n: int, alpha: float, error: float) -> float:

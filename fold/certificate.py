@@ -40,7 +40,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from .lines import wider
+from .lines import WIDER, wider
 from .siblings import FoldError, environment
 
 # Largest allowed difference in float64, relative to the largest output. A wrong conversion differs
@@ -293,7 +293,7 @@ def _checks_in_float64(
     first_outputs = []
     inputs = _double(inputs)
     for kind in kinds:
-        wide = widened(duplicate(model))
+        wide = widened(duplicate(model, wide=True))
         if kind == "random":
             randomize(wide)
         cases = [
@@ -379,7 +379,7 @@ def _checks_in_own_type(
     coarsest = max(own_types, key=lambda dtype: torch.finfo(dtype).eps)
     before_output = run(model, inputs, widen=False)
     after_output = run(after, inputs, widen=False)
-    stored_output = run(widened(duplicate(after)), _double(inputs))
+    stored_output = run(widened(duplicate(after, wide=True)), _double(inputs))
     rounding, written, stored = (
         _check("given", "given", exact_output, output).max_rel
         for output in (before_output, after_output, stored_output)
@@ -454,13 +454,21 @@ def _named_differences(before: Any, after: Any) -> Iterator[tuple[str, float]]:
 # ------------------------------------------------------------------------------- running in float64
 
 
-def duplicate(model: nn.Module) -> nn.Module:
+def duplicate(model: nn.Module, wide: bool = False) -> nn.Module:
     """Copy a model, and let functions that hold its modules by weak references hold the copies.
 
     copy.deepcopy leaves weak references as they are: a module in fairscale's checkpoint_wrapper,
     whose forward is such a function, would go on running the original.
+
+    Args:
+        wide: parameters are copied in float64 at once, without a copy in their own type.
     """
     memo: dict[int, Any] = {}
+    if wide:
+        for parameter in model.parameters():
+            if type(parameter) is nn.Parameter and parameter.dtype in WIDER:
+                wide_one = nn.Parameter(parameter.detach().double(), parameter.requires_grad)
+                memo[id(parameter)] = wide_one
     new = copy.deepcopy(model, memo)
     known = {
         id(part): memo[id(part)]

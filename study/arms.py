@@ -16,7 +16,7 @@ NAMED = re.compile(r"(\w[\w.-]*):(?=.)", re.ASCII)
 # What a sweep itself tells train.py of each run
 SET_BY_SWEEP = {"arm", "hellaswag", "jobs", "norm_type", "out_dir", "seed"}
 # Keys beside those of norms that the arms of a study may have of their own; where one has several
-# values, with commas between, the screening decides
+# values, with slashes between, the screening decides
 CHOICES = ("init_std", "initial_gain", "optimizer")
 # Without leading zeros: 08 would be seed 8 once more.
 SEED = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
@@ -82,14 +82,15 @@ def named(text: str) -> tuple[str, str, str]:
 def options_of(text: str) -> tuple[str, ...]:
     """Return the arms that an arm stands for: one for each combination of its CHOICES.
 
-    `peri --init_std=0.04,0.08` is two; most are one.
+    `peri --init_std=0.04/0.08` is two; most are one. (Numbers with commas between are one value.)
     """
     name, colon, rest = named(text)
     lists = []
     for word in split(rest):
         key, _, values = word.partition("=")
-        is_choice = key.removeprefix("--") in CHOICES and "," in values
-        lists.append([f"{key}={value}" for value in values.split(",")] if is_choice else [word])
+        is_choice = key.removeprefix("--") in CHOICES
+        several = values.split("/") if is_choice else [values]
+        lists.append([f"{key}={value}" for value in several] if "=" in word else [word])
     if all(len(words) == 1 for words in lists):
         return (text,)
     found = []
@@ -102,8 +103,13 @@ def options_of(text: str) -> tuple[str, ...]:
 
 def own_choices(texts: Iterable[str]) -> set[str]:
     """Name the CHOICES that some of these arms have of their own."""
-    words = (word for text in texts for word in read_arm(text).words)
-    return {word.removeprefix("--").partition("=")[0] for word in words} & {*CHOICES}
+    return {key for text in texts for key in own_values(read_arm(text))} & {*CHOICES}
+
+
+def own_values(arm: Arm) -> dict[str, str]:
+    """Return the keys that an arm sets itself, with their values; the last word of a key counts."""
+    pairs = (word.removeprefix("--").partition("=") for word in arm.words)
+    return {key: value for key, _, value in pairs}
 
 
 def check_word(word: str, where: str) -> None:

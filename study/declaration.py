@@ -32,7 +32,7 @@ RULES = (
     "Choices: an arm that has several values of init_std, initial_gain or optimizer is screened "
     "with each; the lowest loss decides which goes on.",
     "Starts: an arm of a norm file that starts outside 0.95 to 1.05 of the baseline's scale has a "
-    "second arm at the matched initial_gain, in the same family.",
+    "second arm at the matched initial_gain, in the same family, unless it has a choice of gains.",
     "Verdict: val_loss_full after the last step on new seeds, each arm at its own rate, paired by "
     "seed with the first arm; t test, two-sided, Holm over the other arms, level 0.05. The error "
     "that the screening leaves in the rates is added to the standard error.",

@@ -14,7 +14,7 @@ from common.output import writing
 from evidence.archive import SUFFIX, by_run, read, write
 from evidence.runs import RATES, Run, difference_in_settings, final_loss
 
-from .arms import CHOICES
+from .arms import CHOICES, own_values
 from .checks import compared_keys
 from .declaration import JudgedArm, Record
 from .rates import FIRST, MOST, SECOND, Screen
@@ -75,16 +75,18 @@ def mismatch(run: Run, record: Record, option: JudgedArm, seed: int, rate: float
     for key, value in wanted.items():
         if (there := run.config.get(key)) != value:
             return f"{key}={there}, and the study's is {value}"
+    own = own_values(option.arm)
     settings = declared.settings | {"norm_type": run.config.get("norm_type")}
-    for key in sorted(compared_keys(settings, run.config) - {*RATES, *CHOICES}):
+    if lowest := declared.settings.get("min_lr"):  # its share of the rate is kept
+        settings["min_lr"] = float(f"{rate * (lowest / declared.rate):.6g}")
+    for key in sorted(compared_keys(settings, run.config) - own.keys() - {"learning_rate"}):
         if (there := run.config[key]) != settings[key]:
             return f"{key}={there}, and the study's is {settings[key]}"
     if (there := run.config.get("norm_sha256")) and there != declared.norm_sha256:
         return f"norm file {there[:SHORT]}, and the study's is {declared.norm_sha256[:SHORT]}"
-    for word in option.arm.words:
-        key, _, text = word.removeprefix("--").partition("=")
-        if key in CHOICES and not has_value(there := run.config.get(key), text):
-            return f"{key}={there}, and the screening chose {text}"
+    for key in own.keys() & {*CHOICES}:
+        if not has_value(there := run.config.get(key), own[key]):
+            return f"{key}={there}, and the screening chose {own[key]}"
     if run.codes and not run.codes & shortened({declared.code}):
         return f"code {run.start['code'][:SHORT]}, and the study's is {declared.code[:SHORT]}"
     if data_difference(declared.data, data := str(run.start.get("data"))):
@@ -96,6 +98,10 @@ def has_value(there: Any, text: str) -> bool:
     """Tell whether a setting of a run is what a word says."""
     if isinstance(there, str):
         return there == text
+    if isinstance(there, list | tuple):  # one number for each norm
+        return ",".join(f"{number:g}" for number in there) == ",".join(
+            f"{float(number):g}" for number in text.split(",")
+        )
     try:
         return float(text) == there
     except ValueError:
@@ -149,10 +155,16 @@ def screen_of(runs: Finished, record: Record, judged: JudgedArm) -> Screen:
 
 
 def check_alike(runs: list[Run]) -> None:
-    """Raise UserError if runs of one arm and seed differ in more than their rates."""
+    """Raise UserError if runs of one arm and seed differ in more than their rates.
+
+    A screening may go on with another version of torch.
+    """
     for run in runs[1:]:
-        if why := difference_in_settings(run, runs[0], RATES):
-            raise UserError(f"{run.name} and {runs[0].name}: {why}: {AGAIN}")
+        if why := difference_in_settings(run, runs[0], (*RATES, "torch")):
+            raise UserError(
+                f"{run.name} and {runs[0].name}: {why}: remove the folders of those that are not "
+                "as the others, and they are trained again"
+            )
 
 
 def chosen_rate(record: Record, screen: Screen) -> float | None:

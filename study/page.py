@@ -118,7 +118,9 @@ def start_of(outcome: Outcome, judged: JudgedArm) -> str:
     if not ratios:
         return "not measured"
     low, high = min(ratios), max(ratios)
-    return f"{low:.2f} to {high:.2f} times the baseline's scale, where both have a norm"
+    text = f"{low:.2f} to {high:.2f} times the baseline's scale, where both have a norm"
+    is_first = outcome.chosen[label(judged)] == judged.options[0]
+    return text if is_first else f"{text}, with {judged.options[0].text}"
 
 
 def losses_by_rate(outcome: Outcome) -> Table:
@@ -252,11 +254,6 @@ def next_command(outcome: Outcome) -> str:
     needed = [row.needed for row in outcome.deciding.values() if row.needed]
     seeds = max([record.seeds, *needed])
     first = record.declaration.first_seed + 100 * (1 + record.seeds // 100)
-    rates = [
-        rate_at(record, screen.best)
-        for name, screen in outcome.screens.items()
-        if screen.is_over and outcome.rates[name] is None and math.isfinite(screen.lowest)
-    ]
     kept = [
         word
         for word in record.command
@@ -266,11 +263,28 @@ def next_command(outcome: Outcome) -> str:
     ]
     arms = shlex.join(judged.text for judged in record.arms if not judged.matches)
     words = [f"--arms={arms}", *kept, f"--first_seed={first}", f"--seeds={seeds}"]
-    if rates:  # no verdict, as the best rate was the last one: the screening begins there
-        words = [word for word in words if not word.startswith("--learning_rate=")]
-        words.append(f"--learning_rate={rates[0]:g}")
+    if rate := better_middle(outcome):
+        words = [word for word in words if not word.startswith(("--learning_rate=", "--min_lr="))]
+        words.append(f"--learning_rate={rate:g}")
+        if lowest := record.declaration.settings.get("min_lr"):
+            words.append(f"--min_lr={rate * lowest / record.declaration.rate:.6g}")
     words.append(f"--out={outcome.out}-2")
     return printable(f"python judge.py {shlex.join(words)}")
+
+
+def better_middle(outcome: Outcome) -> float | None:
+    """Return a rate around which all best ones lie; None where that of the config is one.
+
+    Of an arm without a verdict the best rate was the last one that may be tried.
+    """
+    finite = {
+        name: screen.best
+        for name, screen in outcome.screens.items()
+        if screen.is_over and math.isfinite(screen.lowest)
+    }
+    if all(outcome.rates[name] is not None for name in finite):
+        return None
+    return rate_at(outcome.record, (min(finite.values()) + max(finite.values())) // 2)
 
 
 def declaration_lines(outcome: Outcome) -> list[str]:
@@ -305,7 +319,7 @@ def header(outcome: Outcome) -> str:
     """Say in a line what was trained, and on what."""
     runs = [run for its in outcome.arms.values() for run in its.values()]
     if not runs:
-        return "No judged run is over yet."
+        return "No judged run is over."
     devices = ", ".join(sorted({run.start["device"] for run in runs}))
     torch = ", ".join(sorted({run.start["versions"]["torch"] for run in runs}))
     tokens = runs[0].config["max_iters"] * runs[0].start["tokens_per_step"]

@@ -17,7 +17,7 @@ from evidence.runs import NAMES
 from norm_types import NORM_TYPES
 from training.config import TrainConfig
 
-from .arms import CHOICES, check_word, named, own_choices, read_arm, read_arms, split
+from .arms import CHOICES, check_word, named, own_choices, own_values, read_arm, read_arms, split
 from .checks import NORM_KEYS, as_logged, check_arms, data_of, parse
 from .declaration import RULES, Declaration, JudgedArm, Record
 from .finished import JUDGED, SCREENING
@@ -29,6 +29,7 @@ SEEDS = 4  # of the verdict, where neither --seeds nor --hours says
 # Keys that the study sets itself, beside those that a sweep does; and of its arms alone
 OWN = {"study", "planned_seeds", "full_val", "delta_val_loss"}
 OWN_OF_ARMS = {*OWN, "learning_rate", "min_lr"}
+NOT_DECLARED = {"seed", "learning_rate", "data_dir", "norm_type", "norm_sha256"}
 BEFORE_FIRST = (-100, -99)  # seeds of the screenings, from the first one of the verdict
 
 Say = Callable[[str], None]
@@ -127,7 +128,9 @@ def first_words(text: str) -> tuple[str, ...]:
 def declare(asked: Asked, arms: tuple[JudgedArm, ...]) -> Declaration:
     """Declare a study of these arms."""
     first = asked.first_seed
-    not_declared = NORM_KEYS | NAMES | OWN | {"seed", "learning_rate", "data_dir"}
+    # Norm keys that no arm has of its own are those of all.
+    own = {key for judged in arms for key in own_values(read_arm(judged.text))}
+    not_declared = (NORM_KEYS & own) | NAMES | OWN | NOT_DECLARED
     shared = as_logged(asked.config)
     return Declaration(
         rules=RULES,
@@ -338,8 +341,8 @@ def time_of(judged: JudgedArm, seconds: dict[str, float]) -> ArmTime:
 def choose_seeds(choices: Choices, times: list[ArmTime], jobs: int, out: Path) -> tuple[int, str]:
     """Return how many seeds the verdict has, and why. Raises UserError."""
     planned = planned_in(out)
-    # With the same number there is nothing to say of runs whose judge.json is lost.
-    if planned and planned != (choices.seeds or SEEDS):
+    # Of runs whose judge.json is lost the number stays, whatever is timed now.
+    if planned and planned != (choices.seeds or (0 if choices.hours else SEEDS)):
         return planned, "as the runs that are there were planned"
     if choices.seeds:
         return choices.seeds, f"--seeds={choices.seeds}"

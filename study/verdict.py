@@ -22,7 +22,7 @@ from evidence.comparison import (
 )
 from evidence.names import short_name
 
-from .arms import own_choices
+from .arms import own_choices, own_values
 from .declaration import JudgedArm, Record
 from .finished import (
     AGAIN,
@@ -122,6 +122,8 @@ class Outcome:
                 continue
             written = next(a for a in self.record.arms if a.text == judged.matches)
             names = label(written), label(judged)
+            if self.choices_of(written) != self.choices_of(judged):
+                continue  # more than the start differs
             losses = [losses_of(self.pairs.get(name, [])) for name in names]
             seeds = sorted(losses[0].keys() & losses[1].keys())
             if len(seeds) >= 2 and not any(map(self.no_verdict.get, names)):
@@ -129,6 +131,11 @@ class Outcome:
                 error = math.hypot(*(self.rate_errors[name] for name in names))
                 found.append(Explained(*names, with_error(paired(differences), error)))
         return found
+
+    def choices_of(self, judged: JudgedArm) -> dict[str, str]:
+        """Return what an arm has chosen beside its initial gain."""
+        own = own_values(self.chosen[label(judged)].arm)
+        return {key: own[key] for key in own.keys() & {"init_std", "optimizer"}}
 
     @property
     def is_open(self) -> bool:
@@ -154,8 +161,10 @@ class Outcome:
         if row is None or row.no_verdict:
             why = self.no_verdict.get(arm) or (row and row.no_verdict) or "not run yet"
             screened = ""
-            if why == NOT_SETTLED:
-                lowest, base_lowest = self.screens[arm].lowest, self.screens[self.baseline].lowest
+            lowest, base_lowest = self.screens[arm].lowest, self.screens[self.baseline].lowest
+            if why == NOT_SETTLED and math.isinf(lowest):
+                why = "it diverged at every learning rate"
+            elif why == NOT_SETTLED:
                 screened = (
                     f" (its lowest loss in the screening is {lowest:.4f} nats per token, that of "
                     f"{base} {base_lowest:.4f})"
@@ -216,8 +225,14 @@ def read_outcome(out: Path, record: Record) -> Outcome:
             else:
                 arms.setdefault(name, {})[seed] = run
     arms = {name: arms[name] for name in names if name in arms}
+    # What comes later changes nothing for the arms that were declared first.
+    first = {label(judged) for judged in record.declaration.arms}
+    declared = [screen for name in first for screen in options[name].values()]
     every = [screen for its in options.values() for screen in its.values()]
-    errors = {name: rate_error_of(screen, every) for name, screen in screens.items()}
+    errors = {
+        name: rate_error_of(screen, declared if name in first else every)
+        for name, screen in screens.items()
+    }
     compared = Compared({}, [], {}, [])
     if label(record.baseline) in arms:
         compared = compare_families(record, arms, errors)

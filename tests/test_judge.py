@@ -30,11 +30,12 @@ from evidence.comparison import with_error
 from norm_plan import NORMS, keys_of
 from norm_types import NORM_TYPES
 from repro import judged_norms
-from study.arms import Arm, PlannedRun
+from study.arms import Arm, PlannedRun, options_of
 from study.checks import as_logged, data_of, parse
 from study.declaration import read_record
 from study.norm_check import Finding, Size
 from study.page import markdown_of
+from study.plan import found_by
 from study.rates import Screen, noise, rate_error, vertex
 from study.stages import Stopped
 from study.verdict import rate_error_of
@@ -252,7 +253,7 @@ def test_a_run_that_is_lost_is_made_again(world):
 def test_an_arm_may_have_choices_of_its_own(world, capsys):
     """Each is screened, the best one is judged, and nothing else may differ."""
     world.plan["own"] = {"init_std=0.04": 0.05, "optimizer=muon": -0.03}
-    arms = "rms 'peri --init_std=0.04,0.05' 'wide:layer --optimizer=adamw,muon'"
+    arms = "rms 'peri --init_std=0.04/0.05' 'wide:layer --optimizer=adamw/muon'"
     world.judge(arms, "--seeds=3")
     said = capsys.readouterr().out
     assert "plan: 3 arms, at most about 44 runs" in said
@@ -260,7 +261,7 @@ def test_an_arm_may_have_choices_of_its_own(world, capsys):
     assert record.declaration.settings["init_std"] == 0.02
     judged = {
         name: json.loads((world.out / f"verdict/{name}-200/config.json").read_text())
-        for name in ("rms", "peri+init_std=0.04,0.05", "wide")
+        for name in ("rms", "peri+init_std=0.04_0.05", "wide")
     }
     assert [its["init_std"] for its in judged.values()] == [0.02, 0.05, 0.02]
     assert [its["optimizer"] for its in judged.values()] == ["adamw", "adamw", "muon"]
@@ -283,6 +284,32 @@ def test_an_arm_may_have_choices_of_its_own(world, capsys):
     assert (
         "wide, seed 201: not paired: weight_decay=0.3" in text and "| wide | better |" not in text
     )
+
+
+def test_a_gain_for_each_norm_is_no_choice():
+    assert options_of("rms --initial_gain=1,0.9,0.8") == ("rms --initial_gain=1,0.9,0.8",)
+    assert len(options_of("rms --initial_gain=1/0.9 --optimizer=adamw/muon")) == 4
+
+
+def test_a_gain_of_ones_own_is_matched_too(world):
+    world.judge("rms 'MeanAbs --initial_gain=0.9'", "--seeds=3")
+    text = world.report()
+    assert "MeanAbs initial_gain=0.9 initial_gain=0.804: no difference" in text, text
+
+
+def test_seeds_that_hours_chose_stay(world, monkeypatch):
+    """Also where judge.json is lost, and a run takes another time."""
+    hours = "--hours=0.37"
+    world.judge("rms peri", hours)
+    seeds, runs = read_record(world.out).seeds, world.trained()
+    monkeypatch.setattr(study.prepare, "time_arm", lambda *_: 30.0)
+    (world.out / "judge.json").unlink()
+    world.judge("rms peri", hours)
+    assert read_record(world.out).seeds == seeds and world.trained() == runs
+
+
+def test_a_plan_with_rates_that_are_not_known_at_all_is_a_number():
+    assert 1000 < found_by(2, 4, 500.0) < 1e6
 
 
 def test_a_norm_of_another_scale_has_a_second_arm(world, capsys):
@@ -404,6 +431,9 @@ MISMATCHES = {
     "learning_rate": {"learning_rate": 1.0},
     "seed": {"seed": 7},
     "study": {"study": "judge 0"},
+    "norm_eps": {"norm_eps": 0.3},
+    "init_std": {"init_std": 0.5},
+    "warmup_iters": {"warmup_iters": 3},
 }
 PLACES = {
     "an arm's run": "verdict/MeanAbs-201",
@@ -414,7 +444,7 @@ PLACES = {
 
 
 def test_no_run_that_differs_is_averaged(world):
-    """36 runs that do not belong to the others: each is refused or told, and none counts."""
+    """48 runs that do not belong to the others: each is refused or told, and none counts."""
     world.judge("rms MeanAbs", "--seeds=4")
     whole = {log: log.read_bytes() for log in world.out.glob("*/*/log.jsonl")}
     assert "MeanAbs ends higher than rms" in world.report()
@@ -439,7 +469,7 @@ def test_no_run_that_differs_is_averaged(world):
             refused.append((kind, place))
             for log, content in whole.items():
                 log.write_bytes(content)
-    assert len(refused) == 36
+    assert len(refused) == len(MISMATCHES) * len(PLACES)
 
 
 OTHERS = {
