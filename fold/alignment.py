@@ -39,6 +39,7 @@ PERMUTED = "gain permuted"
 GAIN = "gain"
 BIAS = "bias"
 ROUNDING = "rounding"
+OWN = "rounding in float32"
 STATISTIC = "statistic"
 OTHER = "cause not known"
 MISSING = "missing"
@@ -78,6 +79,12 @@ class Pair:
     inputs: float | None = None
     is_unread: bool = False
 
+    @property
+    def is_rounding(self) -> bool:
+        """Do the two differ in rounding alone?"""
+        causes = {found.cause for found in self.differences}
+        return bool(causes) and causes <= {ROUNDING, STATISTIC, OWN}
+
 
 @dataclass
 class Comparison:
@@ -89,6 +96,10 @@ class Comparison:
         cause: why; "" if nothing differs.
         proof: what follows if that one thing is replaced; "" where that is not possible.
         noise: the difference of inputs up to which they count as the same.
+        outputs: by how much the outputs of the two models differ on the same example.
+        is_noise: whether that is no more than noise.
+        uncompared: why the two models did not run on the same example; "" if they did.
+        later: after a first difference of rounding, what first changes more, and is no rounding.
     """
 
     pairs: list[Pair]
@@ -96,6 +107,10 @@ class Comparison:
     cause: str
     proof: str
     noise: float
+    outputs: str = ""
+    is_noise: bool = True
+    uncompared: str = ""
+    later: str = ""
 
     @property
     def has_difference(self) -> bool:
@@ -103,33 +118,58 @@ class Comparison:
         return self.first is not None
 
     def __str__(self) -> str:
+        return "\n".join((*self.verdict(), *self.listed()))
+
+    def verdict(self) -> Iterator[str]:
+        """Say what differs first and why, and by how much the models do."""
+        if self.first is None and self.is_noise:
+            yield f"no norm differs; {self.outputs}"
+        elif self.first is None:
+            yield (
+                f"no norm differs, but the models do: {self.outputs}: what differs is no norm, or "
+                "the order of norms"
+            )
+        else:
+            yield f"first: {name_of_pair(self.first)}: {self.cause}"
+        if self.proof:
+            yield self.proof
+        if self.later:
+            yield f"first that is no rounding: {self.later}"
+        if self.first is not None:
+            yield self.outputs
+        if self.uncompared:
+            yield f"inputs were NOT compared: {self.uncompared}"
+            return
+        both = [pair for pair in self.pairs if pair.one and pair.other]
+        known = [pair.inputs for pair in both if pair.inputs is not None]
+        if self.first is None and known:
+            yield (
+                f"the inputs of {len(known)} of {counted(len(both))} differ by {max(known):.1e} at "
+                f"most ({self.noise:.0e} is noise)"
+            )
+        if len(known) < len(both):
+            yield (
+                f"inputs were NOT compared of {counted(len(both) - len(known))}: written out in a "
+                "forward, or of another size there"
+            )
+
+    def listed(self) -> Iterator[str]:
+        """Say how norms were paired, and how each pair differs."""
         both = [pair for pair in self.pairs if pair.one and pair.other]
         by_gains = sum(pair.by_gains for pair in both)
-        lines = [
-            f"{len(both)} norms paired: {by_gains} by their gains, {len(both) - by_gains} by their "
-            "order alone"
-        ]
+        yield (
+            f"{counted(len(both))} paired: {by_gains} by their gains, {len(both) - by_gains} by "
+            "their order alone"
+        )
         groups: dict[str, list[str]] = {}
         for pair in self.pairs:
             for said in described(pair):
-                name = (pair.one or pair.other).path
+                name = name_of_pair(pair)
                 groups.setdefault(f"{pattern(name)}\0{said}", []).append(name)
         for key, names in groups.items():
             name, _, said = key.partition("\0")
             shown = f"{name} ({len(names)})" if len(names) > 1 else names[0]
-            lines.append(f"{shown}: {said}")
-        if self.first is None:
-            known = [pair.inputs for pair in both if pair.inputs is not None]
-            largest = max(known, default=0.0)
-            lines.append(
-                f"no norm differs; the inputs of {len(known)} of them differ by {largest:.1e} at "
-                f"most ({self.noise:.0e} is noise)"
-            )
-            return "\n".join(lines)
-        lines.append(f"first: {(self.first.one or self.first.other).path}: {self.cause}")
-        if self.proof:
-            lines.append(self.proof)
-        return "\n".join(lines)
+            yield f"{shown}: {said}"
 
     def record(self) -> dict[str, Any]:
         """Return what was found, for JSON."""
@@ -145,7 +185,21 @@ class Comparison:
             for pair in self.pairs
         ]
         first = self.first and (self.first.one or self.first.other).path
-        return {"pairs": pairs, "first": first, "cause": self.cause, "proof": self.proof}
+        return {"pairs": pairs, "first": first, "cause": self.cause, "proof": self.proof} | {
+            "outputs": self.outputs,
+            "uncompared": self.uncompared,
+            "later": self.later,
+        }
+
+
+def name_of_pair(pair: Pair) -> str:
+    """Return the path of the norm in the first model; in the other where it stands there alone."""
+    return (pair.one or pair.other).path or "the model itself"
+
+
+def counted(count: int) -> str:
+    """Write a number of norms."""
+    return f"{count} norm" if count == 1 else f"{count} norms"
 
 
 def described(pair: Pair) -> Iterator[str]:
@@ -334,7 +388,7 @@ def _rounding_differences(one: NormRow, other: NormRow) -> list[Difference]:
         if known in (a.statistic, b.statistic):
             share = different_bits(one, other, dtype)
             if share > SAME_BITS:
-                text = f"{share:.0%} of the outputs in {name}, rounding or statistic"
+                text = f"{share:.0%} of the outputs in {name} differ: rounding or statistic"
                 return [Difference(OTHER, text)]
     return []
 
@@ -449,13 +503,16 @@ def with_one_thing(cause: str, one: Found, other: Found) -> Found | None:
 
 @torch.no_grad()
 def outputs(model: nn.Module, inputs: Inputs, hooks: dict[str, Callable]) -> Tensor:
-    """Return the first tensor of floats that a model returns, with hooks on some modules."""
+    """Return the first tensor of floats that a model returns, with hooks on some modules.
+
+    A model that returns none gives an empty tensor.
+    """
     handles = [
         model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
         for path, hook in hooks.items()
     ]
     try:
-        return tensors(run(model, inputs, widen=False))[0]
+        return next(iter(tensors(run(model, inputs, widen=False))), torch.empty(0))
     finally:
         for handle in handles:
             handle.remove()
@@ -487,7 +544,7 @@ def prove(
         if not hooks:
             return ""
         return _said(
-            f"with the {cause} of the first model in {len(hooks)} norms of the other",
+            f"with the {cause} of the first model in {counted(len(hooks))} of the other",
             outputs(model, inputs, {}),
             outputs(other, other_inputs, {}),
             outputs(other, other_inputs, hooks),
@@ -498,7 +555,7 @@ def prove(
             return ""
         hooks = {row.path: patched(row, None) for row in missing}
         return _said(
-            f"without {len(hooks)} norms in the first model",
+            f"without {counted(len(hooks))} in the first model",
             outputs(other, other_inputs, {}),
             outputs(model, inputs, {}),
             outputs(model, inputs, hooks),
@@ -591,8 +648,13 @@ def compare_found(
     other: nn.Module,
     example: Inputs,
     other_example: Inputs,
+    uncompared: str = "",
 ) -> Comparison:
-    """Compare norms that have been found; the arguments are those of `compare`."""
+    """Compare norms that have been found; the other arguments are those of `compare`.
+
+    Args:
+        uncompared: why the examples are not the same input; "" if they are.
+    """
     named = [row for row in ones.rows if row.is_named]
     other_named = [row for row in others.rows if row.is_named]
     pairs = align(named, other_named)
@@ -600,34 +662,70 @@ def compare_found(
     cause = ""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     noise = NOISE.get(dtype, 1e-3)
-    for pair in pairs:
+    for number, pair in enumerate(pairs):
         if pair.one is None or pair.other is None:
             pair.is_unread = (ones if pair.one is None else others).is_unreadable
         else:
             pair.differences = differences(pair.one, pair.other)
-            pair.inputs = input_difference(pair.one, pair.other)
+            pair.inputs = None if uncompared else input_difference(pair.one, pair.other)
             both = both_outputs(pair.one, pair.other, torch.float64)
             pair.effect = 0.0 if both is None else difference(both[1], both[0])
             if not pair.differences and pair.effect > SAME_OUTPUT + same_gain(pair.one, pair.other):
                 text = f"outputs differ by {pair.effect:.0e} on the same input"
                 pair.differences = [Difference(OTHER, text)]
         if first is None:
-            cause = _cause(pair, noise)
+            cause = _cause(pair, noise, pairs[:number])
             first = pair if cause else None
-    comparison = Comparison(pairs, first, cause, "", noise)
-    if first is not None:
+    comparison = Comparison(pairs, first, cause, "", noise, uncompared=uncompared)
+    comparison.later = later_cause(comparison)
+    comparison.outputs = "outputs were NOT compared"
+    if not uncompared:
+        a, b = (outputs(*pair, {}) for pair in ((model, example), (other, other_example)))
+        comparison.outputs = output_difference(a, b)
+        comparison.is_noise = a.shape != b.shape or difference(b, a) <= noise
+    # The proof of a rounding runs the two norms alone.
+    if first is not None and (not uncompared or first.is_rounding):
         comparison.proof = prove(comparison, model, other, example, other_example)
     return comparison
 
 
-def _cause(pair: Pair, noise: float) -> str:
+def output_difference(a: Tensor, b: Tensor) -> str:
+    """Say by how much the outputs of two models differ."""
+    if a.shape != b.shape or a.numel() == 0:
+        return f"outputs were NOT compared: {tuple(a.shape)} here, {tuple(b.shape)} there"
+    a, b = a.double().cpu(), b.double().cpu()
+    off = float((a - b).abs().max())
+    relative = difference(b, a)
+    return f"outputs differ by {off:.2g} (relative {relative:.1e})"
+
+
+def later_cause(comparison: Comparison) -> str:
+    """Return the first difference that is no rounding and changes more; "" if there is none.
+
+    Only where the first of all is one of rounding alone.
+    """
+    first = comparison.first
+    if first is None or not first.is_rounding:
+        return ""
+    for pair in comparison.pairs:
+        is_alone = pair.one is None or pair.other is None
+        is_greater = pair.differences and not pair.is_rounding and pair.effect > first.effect
+        if is_alone or is_greater:
+            (said,) = described(pair)
+            return f"{name_of_pair(pair)}: {said}"
+    return ""
+
+
+def _cause(pair: Pair, noise: float, before: Sequence[Pair]) -> str:
     """Say why a pair differs; "" if it does not."""
     if pair.one is None or pair.other is None or pair.differences:
         (said,) = described(pair)
         return said
     if pair.inputs is not None and pair.inputs > noise:
+        blind = sum(earlier.inputs is None for earlier in before)
+        unknown = f" (the inputs of {counted(blind)} before it were not compared)" if blind else ""
         return (
             f"{INPUT}: it differs by {pair.inputs:.0e} ({noise:.0e} is noise), and all norms "
-            "before it agree: what differs is no norm"
+            f"before it agree{unknown}: what differs is no norm, or the order of norms"
         )
     return ""

@@ -637,10 +637,11 @@ class NormsFound:
     def __str__(self) -> str:
         groups: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
-            groups.setdefault((pattern(row.path), row.describe()), []).append(row.path)
+            path = row.path or "the model itself"
+            groups.setdefault((pattern(path), row.describe()), []).append(path)
         lines = []
         for (name, said), paths in groups.items():
-            shown = f"{name} ({len(paths)})" if len(paths) > 1 else paths[0] or "the model itself"
+            shown = f"{name} ({len(paths)})" if len(paths) > 1 else paths[0]
             lines.append(f"{shown}: {said}")
         if not self.rows:
             lines = [f"{self.model}: no norm found"]

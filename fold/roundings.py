@@ -41,7 +41,10 @@ class Rounding:
         if self.statistic == "not known":
             return self.statistic
         offset = f"1 + w in {self.offset}" if self.offset else ""
-        said = [f"statistic in {self.statistic}", self.gain, offset]
+        if self.offset == "not known":
+            offset = "type of 1 + w not known"
+        gain = "rounding not known" if self.gain == "not known" else self.gain
+        said = [f"statistic in {self.statistic}", gain, offset]
         said.append(f"returns {self.result}" if self.result else "")
         return ", ".join(filter(None, said))
 

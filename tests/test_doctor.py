@@ -149,6 +149,8 @@ def test_a_planted_fault_is_named_and_proved(name, fault, scope, cases):
 
 
 MODEL = """
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
@@ -188,6 +190,34 @@ def other_linear():
     return make(slope=-2.0)
 
 
+class Named(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x, scale=None):
+        return self.model(x)
+
+
+def as_dict():
+    return Named(make()[0]), {"x": torch.randn(2, 4, 8)}
+
+
+def as_tuple():
+    return Named(make(slope=-2.0)[0]), (torch.randn(3, 4, 8), None)
+
+
+def other_name():
+    model, _ = make(slope=-2.0)
+    return torch.export.export(model, (x := torch.randn(2, 4, 8),)).module(), (x[0],)
+
+
+def two_inputs():
+    model = Named(make(slope=-2.0)[0])
+    return model, {"x": torch.randn(2, 4, 8), "scale": torch.ones(1)}
+
+
 def nothing():
     return None
 """
@@ -196,7 +226,7 @@ def nothing():
 @pytest.mark.parametrize(
     ("against", "said"),
     [
-        ("make", ("no norm differs",)),
+        ("make", ("no norm differs; outputs differ by 0 (relative 0.0e+00)",)),
         ("other_eps", ("first: 1: eps (1e-06 here, 1e-05 there)", "proved")),
         ("exported", ("2 norms paired", "first: 1: eps (1e-06 here, 1e-05 there)")),
         ("traced", ("first: 1: not found in the other model, whose graph cannot be read",)),
@@ -208,8 +238,28 @@ def test_the_program_on_a_model_in_a_file(tmp_path, capsys, against, said):
     file.write_text(MODEL)
     doctor.main([f"{file}:make", f"--against={file}:{against}", "--json"])
     shown = capsys.readouterr().out
-    assert shown.startswith("1: RMSNorm; over 8; eps 1e-06 inside the root; gain w in float32; no")
+    assert "\n1: RMSNorm; over 8; eps 1e-06 inside the root; gain w in float32; no" in shown
     assert all(part in shown for part in said), shown
+
+
+@pytest.mark.parametrize(
+    ("first", "against", "said"),
+    [
+        ("as_dict", "make", "no norm differs; outputs differ by 0 (relative 0.0e+00)"),
+        ("make", "as_dict", "no norm differs; outputs differ by 0 (relative 0.0e+00)"),
+        ("as_dict", "as_tuple", "first: model.4: other input"),
+        ("as_tuple", "as_dict", "first: model.4: other input"),
+        ("as_dict", "other_name", "no norm differs, but the models do: outputs differ by"),
+        ("as_dict", "two_inputs", "inputs were NOT compared: scale of the other model"),
+    ],
+)
+def test_both_models_run_on_the_first_ones_example(tmp_path, capsys, first, against, said):
+    """In whatever form each has it; where that cannot be, it is said."""
+    file = tmp_path / "mine.py"
+    file.write_text(MODEL)
+    doctor.main([f"{file}:{first}", f"--against={file}:{against}"])
+    shown = capsys.readouterr().out
+    assert said in shown.split("norms of")[0], shown
 
 
 class Rounding(nn.Module):
