@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from .certificate import Inputs, run
 from .formulas import NO_EPS, Found, difference
 from .gain_forms import one_a_channel
-from .norm_probes import SECOND, SUM, WIDTHS, NormRow, NormsFound, norms_of, pattern, tensors
-from .roundings import orders
+from .norm_probes import SECOND, SUM, UNPROBED, NormRow, NormsFound, norms_of, pattern, tensors
+from .roundings import WIDTHS, orders
 
 # By how much inputs of a norm may differ between two runs of the same function, relative to the
 # largest number: rounding, and other kernels
@@ -66,7 +66,8 @@ class Pair:
         one, other: None where it is missing.
         by_gains: they were paired by the values of their gains, not by their order alone.
         differences: all that differ, the coarsest first.
-        effect: largest difference of their outputs in float64 on the same input, relative.
+        effect: largest difference of their outputs on the same input, each in its own type,
+            relative; None: not known.
         inputs: largest difference of the inputs that they received, relative; None: not known.
         is_unread: one is missing in a model whose graph could not be read: it may be in a forward.
     """
@@ -75,7 +76,7 @@ class Pair:
     other: NormRow | None
     by_gains: bool = False
     differences: list[Difference] = field(default_factory=list)
-    effect: float = 0.0
+    effect: float | None = None
     inputs: float | None = None
     is_unread: bool = False
 
@@ -214,7 +215,9 @@ def described(pair: Pair) -> Iterator[str]:
     elif pair.one is None:
         yield f"{MORE}, in the other model alone ({pair.other.kind} over {pair.other.width})"
     elif pair.differences:
-        effect = f"; on the same input outputs differ by {pair.effect:.0e}"
+        effect = ""
+        if pair.effect is not None:
+            effect = f"; on the same input their outputs differ by {pair.effect:.0e}"
         yield ", ".join(map(str, pair.differences)) + effect
 
 
@@ -324,7 +327,11 @@ def differences(one: NormRow, other: NormRow) -> list[Difference]:
         text = f"{_eps(one)} here, {_eps(other)} there"
         found.append(Difference(PLACE, text))
     elif abs(a.formula.eps - b.formula.eps) > SAME_EPS * max(a.formula.eps, b.formula.eps):
-        text = f"{a.formula.eps:.4g} here, {b.formula.eps:.4g} there"
+        here, there = (
+            f"{row.eps:.4g}" + (f", {row.eps_of}'s own," if row.eps_of else "")
+            for row in (one, other)
+        )
+        text = f"{here} here, {there} there"
         found.append(Difference(EPS, text))
     found += _gain_difference(one, other)
     zero = torch.zeros(1, dtype=torch.float64)
@@ -366,6 +373,12 @@ def _gain_difference(one: NormRow, other: NormRow) -> list[Difference]:
 
 def _rounding_differences(one: NormRow, other: NormRow) -> list[Difference]:
     """Compare orders of rounding; by the bits where one of them is not known."""
+    both = one.float32, other.float32
+    is_float32 = one.norm.dtype == other.norm.dtype == torch.float32
+    differs = both[0].split(" (")[0] != both[1].split(" (")[0]  # not by how much alone
+    if is_float32 and differs and UNPROBED not in both:
+        here, there = (said or "nothing in 16 bits" for said in both)
+        return [Difference(OWN, f"{here} here, {there} there")]
     for dtype in WIDTHS:
         a, b = (row.norm.roundings.get(dtype) for row in (one, other))
         name = str(dtype).removeprefix("torch.")
@@ -405,21 +418,39 @@ def in_layout(rows: Tensor, found: Found) -> Tensor | None:
     return found.layout.tensor(rows.repeat(times, 1, 1)[:repeats])
 
 
-def both_outputs(one: NormRow, other: NormRow, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Return what two norms make of the input that the first received, as rows (R, G, n)."""
+def both_outputs(
+    one: NormRow, other: NormRow, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Return what two norms make of the input that the first received, as rows (R, G, n).
+
+    Args:
+        dtype: in which both are computed; None: each as it is, in its own type.
+    """
     a, b = one.norm, other.norm
-    if a.function is None or b.function is None or a.x is None:
+    functions = [norm.own if dtype is None else norm.function for norm in (a, b)]
+    if None in functions or a.x is None:
         return None
-    rows = a.found.layout.rows(a.x.detach()).to(dtype)
+    if dtype is not None:
+        functions = [function(dtype) for function in functions]
+    rows = a.found.layout.rows(a.x.detach())
     there = in_layout(rows, b.found)
     if there is None:
         return None
-    y = a.found.layout.rows(a.function(dtype)(a.found.layout.tensor(rows)))
-    z = b.found.layout.rows(b.function(dtype)(there.to(a.x.device)))
+    y = a.found.layout.rows(functions[0](a.found.layout.tensor(rows).to(dtype or a.dtype)))
+    z = b.found.layout.rows(functions[1](there.to(a.x.device, dtype or b.dtype)))
     z = z.reshape(-1, z.shape[-1])
     y = y.reshape(-1, y.shape[-1])
     count = min(len(y), len(z))
     return y[:count], z[:count]
+
+
+def own_effect(one: NormRow, other: NormRow) -> float | None:
+    """Return by how much the outputs of two norms differ, each in its own type; None: not known."""
+    try:
+        both = both_outputs(one, other)
+    except Exception:  # what a forward may raise for another input
+        return None
+    return None if both is None else difference(both[1].double(), both[0].double())
 
 
 def different_bits(one: NormRow, other: NormRow, dtype: torch.dtype) -> float:
@@ -496,6 +527,8 @@ def with_one_thing(cause: str, one: Found, other: Found) -> Found | None:
         if one.gain.shape != other.gain.shape:
             return None
         return replace(other, gain=one.gain)
+    if cause == OWN:
+        return other  # computed without its casts
     if cause == KIND and one.layout.size == other.layout.size:
         return replace(other, formula=one.formula, gain=one.gain)
     return None
@@ -533,6 +566,8 @@ def prove(
         cause = first.differences[0].cause
         if cause in (ROUNDING, STATISTIC):
             return _prove_bits(first)
+        if cause == OWN and first.one.float32:
+            return ""  # no formula has its casts
         hooks = {}
         for pair in comparison.pairs:
             is_alike = pair.one and pair.other and not pair.other.by_hand
@@ -669,9 +704,13 @@ def compare_found(
             pair.differences = differences(pair.one, pair.other)
             pair.inputs = None if uncompared else input_difference(pair.one, pair.other)
             both = both_outputs(pair.one, pair.other, torch.float64)
-            pair.effect = 0.0 if both is None else difference(both[1], both[0])
-            if not pair.differences and pair.effect > SAME_OUTPUT + same_gain(pair.one, pair.other):
-                text = f"outputs differ by {pair.effect:.0e} on the same input"
+            wide = 0.0 if both is None else difference(both[1], both[0])
+            pair.effect = own_effect(pair.one, pair.other)
+            # In float64 an eps of the type is another one.
+            has_type_eps = pair.one.eps_of or pair.other.eps_of
+            is_off = wide > SAME_OUTPUT + same_gain(pair.one, pair.other)
+            if not pair.differences and is_off and not has_type_eps:
+                text = f"outputs differ by {wide:.0e} on the same input"
                 pair.differences = [Difference(OTHER, text)]
         if first is None:
             cause = _cause(pair, noise, pairs[:number])
@@ -709,8 +748,9 @@ def later_cause(comparison: Comparison) -> str:
         return ""
     for pair in comparison.pairs:
         is_alone = pair.one is None or pair.other is None
-        is_greater = pair.differences and not pair.is_rounding and pair.effect > first.effect
-        if is_alone or is_greater:
+        is_another = bool(pair.differences) and not pair.is_rounding
+        is_less = None not in (pair.effect, first.effect) and pair.effect <= first.effect
+        if is_alone or (is_another and not is_less):
             (said,) = described(pair)
             return f"{name_of_pair(pair)}: {said}"
     return ""
