@@ -162,15 +162,15 @@ class Comparison:
             f"{counted(len(both))} paired: {by_gains} by their gains, {len(both) - by_gains} by "
             "their order alone"
         )
-        groups: dict[str, list[str]] = {}
+        groups: dict[tuple[str, str], list[Pair]] = {}
         for pair in self.pairs:
             for said in described(pair):
-                name = name_of_pair(pair)
-                groups.setdefault(f"{pattern(name)}\0{said}", []).append(name)
-        for key, names in groups.items():
-            name, _, said = key.partition("\0")
-            shown = f"{name} ({len(names)})" if len(names) > 1 else names[0]
-            yield f"{shown}: {said}"
+                # All that differ in the same things are one line, whatever their effects are.
+                key = (pattern(name_of_pair(pair)), said.removesuffix(said_effect([pair])))
+                groups.setdefault(key, []).append(pair)
+        for (name, said), pairs in groups.items():
+            shown = f"{name} ({len(pairs)})" if len(pairs) > 1 else name_of_pair(pairs[0])
+            yield f"{shown}: {said}{said_effect(pairs)}"
 
     def record(self) -> dict[str, Any]:
         """Return what was found, for JSON."""
@@ -203,6 +203,14 @@ def counted(count: int) -> str:
     return f"{count} norm" if count == 1 else f"{count} norms"
 
 
+def said_effect(pairs: Sequence[Pair]) -> str:
+    """Say by how much the outputs of pairs differ at most; "" where that is not known."""
+    known = [pair.effect for pair in pairs if pair.differences and pair.effect is not None]
+    if not known:
+        return ""
+    return f"; on the same input their outputs differ by {max(known):.0e}"
+
+
 def described(pair: Pair) -> Iterator[str]:
     """Say how the two norms of a pair differ."""
     if pair.is_unread:
@@ -215,10 +223,7 @@ def described(pair: Pair) -> Iterator[str]:
     elif pair.one is None:
         yield f"{MORE}, in the other model alone ({pair.other.kind} over {pair.other.width})"
     elif pair.differences:
-        effect = ""
-        if pair.effect is not None:
-            effect = f"; on the same input their outputs differ by {pair.effect:.0e}"
-        yield ", ".join(map(str, pair.differences)) + effect
+        yield ", ".join(map(str, pair.differences)) + said_effect([pair])
 
 
 # ------------------------------------------------------------------------------------------ pairing

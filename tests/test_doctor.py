@@ -378,6 +378,17 @@ class Several(nn.Module):
         return x
 
 
+def test_norms_that_differ_in_the_same_thing_are_one_line():
+    model = Several(ROUNDED[""], ROUNDED[""]).eval()
+    other = Several(*[ROUNDED["input rounded to bfloat16"]] * 2).eval()
+    other.load_state_dict(model.state_dict())
+    found = compare(model, other, EXAMPLE)
+    (line,) = (line for line in str(found).splitlines() if line.startswith("parts."))
+    largest = max(pair.effect for pair in found.pairs)
+    assert line.startswith("parts.*.norm (2): rounding in float32")
+    assert line.endswith(f"differ by {largest:.0e}")
+
+
 def test_after_a_rounding_the_first_difference_that_is_none_is_named():
     model, other = (
         Several(ROUNDED[first], second).eval()
