@@ -21,10 +21,11 @@ sizes and with single channels scaled. What cannot be probed is "not known". doc
 explains the words, and lists what the models of transformers do.
 
 --against pairs the norms of two models by width and gain values, else by the order in which they
-run, and calls each pair on the same input, the one that the first model's norm received. It names
-the first that differs and why: offset (w or 1 + w), eps, its place, rounding, statistic, a missing
-norm, a permuted gain; or another input, where all norms before it agree. Where it can, it replaces
-that one thing and says whether the models agree then.
+run, and calls each pair on the same input, the one that the first model's norm received. Both
+models run on the first one's example. The report names the first norm that differs and why: offset
+(w or 1 + w), eps, its place, rounding, statistic, a missing norm, a permuted gain; or another
+input, where all norms before it agree; and by how much the outputs of the models differ. Where it
+can, it replaces that one thing and says whether the models agree then.
 
 --text measures what each norm is given on the text: RMS, the largest magnitude beside the range of
 float16, the share of the squares that is in the mean and in the first token, and the kurtosis.
@@ -50,7 +51,7 @@ from configurator import key, parse_args
 from fold import norms_of
 from fold.alignment import compare_found
 from fold.certificate import Inputs
-from fold.hub import RECIPE, example_inputs, load, load_pretrained, no_cache
+from fold.hub import RECIPE, example_inputs, forward_parameters, load, load_pretrained, no_cache
 from fold.streams import streams
 from load import load_model
 from model import GPT
@@ -132,7 +133,7 @@ def made_by(file: str, function: str) -> tuple[nn.Module, Inputs]:
     model, inputs = made
     with suppress(NotImplementedError):  # an exported program stays in the mode of its export
         model.eval()
-    return model, inputs
+    return model, without_cache(model, inputs)
 
 
 def on_device(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[nn.Module, Inputs]:
@@ -144,15 +145,59 @@ def on_device(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[n
     return model.to(device), torch.utils._pytree.tree_map(moved, inputs)
 
 
-def same_inputs(inputs: Inputs, other: nn.Module, own: Inputs) -> Inputs:
-    """Return the inputs of one model as another takes them; its own, where that is not known."""
-    ids = inputs.get("input_ids") if isinstance(inputs, dict) else inputs[0]
-    if isinstance(other, GPT):
-        return (ids,) if ids is not None else own
-    if isinstance(own, dict) and "input_ids" in own:
-        return {**own, "input_ids": ids} | no_cache(other)
-    is_alike = type(own) is type(inputs) and len(own) == len(inputs)
-    return inputs if is_alike else own
+def named(model: nn.Module, inputs: Inputs) -> dict[int | str, Any]:
+    """Name the arguments of a call, as the signature of the forward does; by position else."""
+    if isinstance(inputs, dict):
+        return dict(inputs)
+    parameters = forward_parameters(model)
+    names = [one.name for one in parameters if one.kind == one.POSITIONAL_OR_KEYWORD]
+    return {names[i] if i < len(names) else i: value for i, value in enumerate(inputs)}
+
+
+def without_cache(model: nn.Module, inputs: Inputs) -> Inputs:
+    """Switch the key-value cache of a model off, unless the inputs say what to do with it."""
+    arguments = no_cache(model)
+    given = named(model, inputs)
+    if (
+        not arguments
+        or arguments.keys() & given.keys()
+        or not all(isinstance(n, str) for n in given)
+    ):
+        return inputs
+    return given | arguments
+
+
+def same_inputs(
+    model: nn.Module, inputs: Inputs, other: nn.Module, own: Inputs
+) -> tuple[Inputs, str]:
+    """Return the inputs of one model as another takes them.
+
+    Tensors go to the arguments of the same name, and what is left in the order in which it stands.
+
+    Returns:
+        Inputs in the form of `own`, and ""; or `own`, and why they could not be brought into it.
+    """
+    given, wanted = (
+        {name: value for name, value in named(*pair).items() if isinstance(value, torch.Tensor)}
+        for pair in ((model, inputs), (other, own))
+    )
+    new = {name: given[name] for name in wanted if name in given}
+    left = [value for name, value in given.items() if name not in new]
+    for name in wanted:
+        if name not in new and left:
+            new[name] = left.pop(0)
+    for name, like in wanted.items():
+        value = new.get(name)
+        if value is None or value.is_floating_point() != like.is_floating_point():
+            what = f"argument {name}" if isinstance(name, int) else name
+            return own, (
+                f"{what} of the other model is not in the first model's example: let both have "
+                "the same tensors, in the same order or under the same names"
+            )
+        new[name] = value.to(like.dtype)
+    if isinstance(own, dict):
+        return own | new, ""
+    return tuple(new.get(name, value) for name, value in named(other, own).items()), ""
 
 
 def text_batches(
@@ -182,19 +227,20 @@ def main(argv: list[str]) -> None:
     device = find_device(config.device)
     model, inputs = on_device(*load_any(spec, config.seed), device)
     found = norms_of(model, inputs)
-    print(found)
     told = {"spec": spec, **found.record()}
+    if config.against:
+        other, others = on_device(*load_any(config.against, config.seed), device)
+        others, why = same_inputs(model, inputs, other, others)
+        theirs = norms_of(other, others)
+        comparison = compare_found(found, theirs, model, other, inputs, others, why)
+        print(f"{spec} against {config.against}:", comparison, sep="\n")
+        print(f"\nnorms of {config.against}:", theirs, f"\nnorms of {spec}:", sep="\n")
+        told |= {"against": config.against, **comparison.record()}
+    print(found)
     if config.text:
         measured = streams(model, found, text_batches(spec, model, config, device))
         print("", *measured, sep="\n")
         told["streams"] = [asdict(stream) for stream in measured]
-    if config.against:
-        other, others = on_device(*load_any(config.against, config.seed), device)
-        others = same_inputs(inputs, other, others)
-        theirs = norms_of(other, others)
-        comparison = compare_found(found, theirs, model, other, inputs, others)
-        print(f"\nagainst {config.against}:", theirs, "", comparison, sep="\n")
-        told |= {"against": config.against, **comparison.record()}
     if config.json:
         print(json.dumps(told))
 

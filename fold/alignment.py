@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from .certificate import Inputs, run
 from .formulas import NO_EPS, Found, difference
 from .gain_forms import one_a_channel
-from .norm_probes import SECOND, SUM, WIDTHS, NormRow, NormsFound, norms_of, pattern, tensors
-from .roundings import orders
+from .norm_probes import SECOND, SUM, UNPROBED, NormRow, NormsFound, norms_of, pattern, tensors
+from .roundings import WIDTHS, orders
 
 # By how much inputs of a norm may differ between two runs of the same function, relative to the
 # largest number: rounding, and other kernels
@@ -39,6 +39,7 @@ PERMUTED = "gain permuted"
 GAIN = "gain"
 BIAS = "bias"
 ROUNDING = "rounding"
+OWN = "rounding in float32"
 STATISTIC = "statistic"
 OTHER = "cause not known"
 MISSING = "missing"
@@ -65,7 +66,8 @@ class Pair:
         one, other: None where it is missing.
         by_gains: they were paired by the values of their gains, not by their order alone.
         differences: all that differ, the coarsest first.
-        effect: largest difference of their outputs in float64 on the same input, relative.
+        effect: largest difference of their outputs on the same input, each in its own type,
+            relative; None: not known.
         inputs: largest difference of the inputs that they received, relative; None: not known.
         is_unread: one is missing in a model whose graph could not be read: it may be in a forward.
     """
@@ -74,9 +76,15 @@ class Pair:
     other: NormRow | None
     by_gains: bool = False
     differences: list[Difference] = field(default_factory=list)
-    effect: float = 0.0
+    effect: float | None = None
     inputs: float | None = None
     is_unread: bool = False
+
+    @property
+    def is_rounding(self) -> bool:
+        """Do the two differ in rounding alone?"""
+        causes = {found.cause for found in self.differences}
+        return bool(causes) and causes <= {ROUNDING, STATISTIC, OWN}
 
 
 @dataclass
@@ -89,6 +97,10 @@ class Comparison:
         cause: why; "" if nothing differs.
         proof: what follows if that one thing is replaced; "" where that is not possible.
         noise: the difference of inputs up to which they count as the same.
+        outputs: by how much the outputs of the two models differ on the same example.
+        is_noise: whether that is no more than noise.
+        uncompared: why the two models did not run on the same example; "" if they did.
+        later: after a first difference of rounding, what first changes more, and is no rounding.
     """
 
     pairs: list[Pair]
@@ -96,6 +108,10 @@ class Comparison:
     cause: str
     proof: str
     noise: float
+    outputs: str = ""
+    is_noise: bool = True
+    uncompared: str = ""
+    later: str = ""
 
     @property
     def has_difference(self) -> bool:
@@ -103,33 +119,58 @@ class Comparison:
         return self.first is not None
 
     def __str__(self) -> str:
+        return "\n".join((*self.verdict(), *self.listed()))
+
+    def verdict(self) -> Iterator[str]:
+        """Say what differs first and why, and by how much the models do."""
+        if self.first is None and self.is_noise:
+            yield f"no norm differs; {self.outputs}"
+        elif self.first is None:
+            yield (
+                f"no norm differs, but the models do: {self.outputs}: what differs is no norm, or "
+                "the order of norms"
+            )
+        else:
+            yield f"first: {name_of_pair(self.first)}: {self.cause}"
+        if self.proof:
+            yield self.proof
+        if self.later:
+            yield f"first that is no rounding: {self.later}"
+        if self.first is not None:
+            yield self.outputs
+        if self.uncompared:
+            yield f"inputs were NOT compared: {self.uncompared}"
+            return
         both = [pair for pair in self.pairs if pair.one and pair.other]
-        by_gains = sum(pair.by_gains for pair in both)
-        lines = [
-            f"{len(both)} norms paired: {by_gains} by their gains, {len(both) - by_gains} by their "
-            "order alone"
-        ]
-        groups: dict[str, list[str]] = {}
-        for pair in self.pairs:
-            for said in described(pair):
-                name = (pair.one or pair.other).path
-                groups.setdefault(f"{pattern(name)}\0{said}", []).append(name)
-        for key, names in groups.items():
-            name, _, said = key.partition("\0")
-            shown = f"{name} ({len(names)})" if len(names) > 1 else names[0]
-            lines.append(f"{shown}: {said}")
-        if self.first is None:
-            known = [pair.inputs for pair in both if pair.inputs is not None]
-            largest = max(known, default=0.0)
-            lines.append(
-                f"no norm differs; the inputs of {len(known)} of them differ by {largest:.1e} at "
+        known = [pair.inputs for pair in both if pair.inputs is not None]
+        if self.first is None and known:
+            yield (
+                f"the inputs of {len(known)} of {counted(len(both))} differ by {max(known):.1e} at "
                 f"most ({self.noise:.0e} is noise)"
             )
-            return "\n".join(lines)
-        lines.append(f"first: {(self.first.one or self.first.other).path}: {self.cause}")
-        if self.proof:
-            lines.append(self.proof)
-        return "\n".join(lines)
+        if len(known) < len(both):
+            yield (
+                f"inputs were NOT compared of {counted(len(both) - len(known))}: written out in a "
+                "forward, or of another size there"
+            )
+
+    def listed(self) -> Iterator[str]:
+        """Say how norms were paired, and how each pair differs."""
+        both = [pair for pair in self.pairs if pair.one and pair.other]
+        by_gains = sum(pair.by_gains for pair in both)
+        yield (
+            f"{counted(len(both))} paired: {by_gains} by their gains, {len(both) - by_gains} by "
+            "their order alone"
+        )
+        groups: dict[tuple[str, str], list[Pair]] = {}
+        for pair in self.pairs:
+            for said in described(pair):
+                # All that differ in the same things are one line, whatever their effects are.
+                key = (pattern(name_of_pair(pair)), said.removesuffix(said_effect([pair])))
+                groups.setdefault(key, []).append(pair)
+        for (name, said), pairs in groups.items():
+            shown = f"{name} ({len(pairs)})" if len(pairs) > 1 else name_of_pair(pairs[0])
+            yield f"{shown}: {said}{said_effect(pairs)}"
 
     def record(self) -> dict[str, Any]:
         """Return what was found, for JSON."""
@@ -145,7 +186,29 @@ class Comparison:
             for pair in self.pairs
         ]
         first = self.first and (self.first.one or self.first.other).path
-        return {"pairs": pairs, "first": first, "cause": self.cause, "proof": self.proof}
+        return {"pairs": pairs, "first": first, "cause": self.cause, "proof": self.proof} | {
+            "outputs": self.outputs,
+            "uncompared": self.uncompared,
+            "later": self.later,
+        }
+
+
+def name_of_pair(pair: Pair) -> str:
+    """Return the path of the norm in the first model; in the other where it stands there alone."""
+    return (pair.one or pair.other).path or "the model itself"
+
+
+def counted(count: int) -> str:
+    """Write a number of norms."""
+    return f"{count} norm" if count == 1 else f"{count} norms"
+
+
+def said_effect(pairs: Sequence[Pair]) -> str:
+    """Say by how much the outputs of pairs differ at most; "" where that is not known."""
+    known = [pair.effect for pair in pairs if pair.differences and pair.effect is not None]
+    if not known:
+        return ""
+    return f"; on the same input their outputs differ by {max(known):.0e}"
 
 
 def described(pair: Pair) -> Iterator[str]:
@@ -160,8 +223,7 @@ def described(pair: Pair) -> Iterator[str]:
     elif pair.one is None:
         yield f"{MORE}, in the other model alone ({pair.other.kind} over {pair.other.width})"
     elif pair.differences:
-        effect = f"; on the same input outputs differ by {pair.effect:.0e}"
-        yield ", ".join(map(str, pair.differences)) + effect
+        yield ", ".join(map(str, pair.differences)) + said_effect([pair])
 
 
 # ------------------------------------------------------------------------------------------ pairing
@@ -270,7 +332,11 @@ def differences(one: NormRow, other: NormRow) -> list[Difference]:
         text = f"{_eps(one)} here, {_eps(other)} there"
         found.append(Difference(PLACE, text))
     elif abs(a.formula.eps - b.formula.eps) > SAME_EPS * max(a.formula.eps, b.formula.eps):
-        text = f"{a.formula.eps:.4g} here, {b.formula.eps:.4g} there"
+        here, there = (
+            f"{row.eps:.4g}" + (f", {row.eps_of}'s own," if row.eps_of else "")
+            for row in (one, other)
+        )
+        text = f"{here} here, {there} there"
         found.append(Difference(EPS, text))
     found += _gain_difference(one, other)
     zero = torch.zeros(1, dtype=torch.float64)
@@ -312,6 +378,12 @@ def _gain_difference(one: NormRow, other: NormRow) -> list[Difference]:
 
 def _rounding_differences(one: NormRow, other: NormRow) -> list[Difference]:
     """Compare orders of rounding; by the bits where one of them is not known."""
+    both = one.float32, other.float32
+    is_float32 = one.norm.dtype == other.norm.dtype == torch.float32
+    differs = both[0].split(" (")[0] != both[1].split(" (")[0]  # not by how much alone
+    if is_float32 and differs and UNPROBED not in both:
+        here, there = (said or "nothing in 16 bits" for said in both)
+        return [Difference(OWN, f"{here} here, {there} there")]
     for dtype in WIDTHS:
         a, b = (row.norm.roundings.get(dtype) for row in (one, other))
         name = str(dtype).removeprefix("torch.")
@@ -334,7 +406,7 @@ def _rounding_differences(one: NormRow, other: NormRow) -> list[Difference]:
         if known in (a.statistic, b.statistic):
             share = different_bits(one, other, dtype)
             if share > SAME_BITS:
-                text = f"{share:.0%} of the outputs in {name}, rounding or statistic"
+                text = f"{share:.0%} of the outputs in {name} differ: rounding or statistic"
                 return [Difference(OTHER, text)]
     return []
 
@@ -351,21 +423,39 @@ def in_layout(rows: Tensor, found: Found) -> Tensor | None:
     return found.layout.tensor(rows.repeat(times, 1, 1)[:repeats])
 
 
-def both_outputs(one: NormRow, other: NormRow, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Return what two norms make of the input that the first received, as rows (R, G, n)."""
+def both_outputs(
+    one: NormRow, other: NormRow, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Return what two norms make of the input that the first received, as rows (R, G, n).
+
+    Args:
+        dtype: in which both are computed; None: each as it is, in its own type.
+    """
     a, b = one.norm, other.norm
-    if a.function is None or b.function is None or a.x is None:
+    functions = [norm.own if dtype is None else norm.function for norm in (a, b)]
+    if None in functions or a.x is None:
         return None
-    rows = a.found.layout.rows(a.x.detach()).to(dtype)
+    if dtype is not None:
+        functions = [function(dtype) for function in functions]
+    rows = a.found.layout.rows(a.x.detach())
     there = in_layout(rows, b.found)
     if there is None:
         return None
-    y = a.found.layout.rows(a.function(dtype)(a.found.layout.tensor(rows)))
-    z = b.found.layout.rows(b.function(dtype)(there.to(a.x.device)))
+    y = a.found.layout.rows(functions[0](a.found.layout.tensor(rows).to(dtype or a.dtype)))
+    z = b.found.layout.rows(functions[1](there.to(a.x.device, dtype or b.dtype)))
     z = z.reshape(-1, z.shape[-1])
     y = y.reshape(-1, y.shape[-1])
     count = min(len(y), len(z))
     return y[:count], z[:count]
+
+
+def own_effect(one: NormRow, other: NormRow) -> float | None:
+    """Return by how much the outputs of two norms differ, each in its own type; None: not known."""
+    try:
+        both = both_outputs(one, other)
+    except Exception:  # what a forward may raise for another input
+        return None
+    return None if both is None else difference(both[1].double(), both[0].double())
 
 
 def different_bits(one: NormRow, other: NormRow, dtype: torch.dtype) -> float:
@@ -442,6 +532,8 @@ def with_one_thing(cause: str, one: Found, other: Found) -> Found | None:
         if one.gain.shape != other.gain.shape:
             return None
         return replace(other, gain=one.gain)
+    if cause == OWN:
+        return other  # computed without its casts
     if cause == KIND and one.layout.size == other.layout.size:
         return replace(other, formula=one.formula, gain=one.gain)
     return None
@@ -449,13 +541,16 @@ def with_one_thing(cause: str, one: Found, other: Found) -> Found | None:
 
 @torch.no_grad()
 def outputs(model: nn.Module, inputs: Inputs, hooks: dict[str, Callable]) -> Tensor:
-    """Return the first tensor of floats that a model returns, with hooks on some modules."""
+    """Return the first tensor of floats that a model returns, with hooks on some modules.
+
+    A model that returns none gives an empty tensor.
+    """
     handles = [
         model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
         for path, hook in hooks.items()
     ]
     try:
-        return tensors(run(model, inputs, widen=False))[0]
+        return next(iter(tensors(run(model, inputs, widen=False))), torch.empty(0))
     finally:
         for handle in handles:
             handle.remove()
@@ -476,6 +571,8 @@ def prove(
         cause = first.differences[0].cause
         if cause in (ROUNDING, STATISTIC):
             return _prove_bits(first)
+        if cause == OWN and first.one.float32:
+            return ""  # no formula has its casts
         hooks = {}
         for pair in comparison.pairs:
             is_alike = pair.one and pair.other and not pair.other.by_hand
@@ -487,7 +584,7 @@ def prove(
         if not hooks:
             return ""
         return _said(
-            f"with the {cause} of the first model in {len(hooks)} norms of the other",
+            f"with the {cause} of the first model in {counted(len(hooks))} of the other",
             outputs(model, inputs, {}),
             outputs(other, other_inputs, {}),
             outputs(other, other_inputs, hooks),
@@ -498,7 +595,7 @@ def prove(
             return ""
         hooks = {row.path: patched(row, None) for row in missing}
         return _said(
-            f"without {len(hooks)} norms in the first model",
+            f"without {counted(len(hooks))} in the first model",
             outputs(other, other_inputs, {}),
             outputs(model, inputs, {}),
             outputs(model, inputs, hooks),
@@ -591,8 +688,13 @@ def compare_found(
     other: nn.Module,
     example: Inputs,
     other_example: Inputs,
+    uncompared: str = "",
 ) -> Comparison:
-    """Compare norms that have been found; the arguments are those of `compare`."""
+    """Compare norms that have been found; the other arguments are those of `compare`.
+
+    Args:
+        uncompared: why the examples are not the same input; "" if they are.
+    """
     named = [row for row in ones.rows if row.is_named]
     other_named = [row for row in others.rows if row.is_named]
     pairs = align(named, other_named)
@@ -600,34 +702,75 @@ def compare_found(
     cause = ""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     noise = NOISE.get(dtype, 1e-3)
-    for pair in pairs:
+    for number, pair in enumerate(pairs):
         if pair.one is None or pair.other is None:
             pair.is_unread = (ones if pair.one is None else others).is_unreadable
         else:
             pair.differences = differences(pair.one, pair.other)
-            pair.inputs = input_difference(pair.one, pair.other)
+            pair.inputs = None if uncompared else input_difference(pair.one, pair.other)
             both = both_outputs(pair.one, pair.other, torch.float64)
-            pair.effect = 0.0 if both is None else difference(both[1], both[0])
-            if not pair.differences and pair.effect > SAME_OUTPUT + same_gain(pair.one, pair.other):
-                text = f"outputs differ by {pair.effect:.0e} on the same input"
+            wide = 0.0 if both is None else difference(both[1], both[0])
+            pair.effect = own_effect(pair.one, pair.other)
+            # In float64 an eps of the type is another one.
+            has_type_eps = pair.one.eps_of or pair.other.eps_of
+            is_off = wide > SAME_OUTPUT + same_gain(pair.one, pair.other)
+            if not pair.differences and is_off and not has_type_eps:
+                text = f"outputs differ by {wide:.0e} on the same input"
                 pair.differences = [Difference(OTHER, text)]
         if first is None:
-            cause = _cause(pair, noise)
+            cause = _cause(pair, noise, pairs[:number])
             first = pair if cause else None
-    comparison = Comparison(pairs, first, cause, "", noise)
-    if first is not None:
+    comparison = Comparison(pairs, first, cause, "", noise, uncompared=uncompared)
+    comparison.later = later_cause(comparison)
+    comparison.outputs = "outputs were NOT compared"
+    if not uncompared:
+        a, b = (outputs(*pair, {}) for pair in ((model, example), (other, other_example)))
+        comparison.outputs = output_difference(a, b)
+        comparison.is_noise = a.shape != b.shape or difference(b, a) <= noise
+    # The proof of a rounding runs the two norms alone.
+    if first is not None and (not uncompared or first.is_rounding):
         comparison.proof = prove(comparison, model, other, example, other_example)
     return comparison
 
 
-def _cause(pair: Pair, noise: float) -> str:
+def output_difference(a: Tensor, b: Tensor) -> str:
+    """Say by how much the outputs of two models differ."""
+    if a.shape != b.shape or a.numel() == 0:
+        return f"outputs were NOT compared: {tuple(a.shape)} here, {tuple(b.shape)} there"
+    a, b = a.double().cpu(), b.double().cpu()
+    off = float((a - b).abs().max())
+    relative = difference(b, a)
+    return f"outputs differ by {off:.2g} (relative {relative:.1e})"
+
+
+def later_cause(comparison: Comparison) -> str:
+    """Return the first difference that is no rounding and changes more; "" if there is none.
+
+    Only where the first of all is one of rounding alone.
+    """
+    first = comparison.first
+    if first is None or not first.is_rounding:
+        return ""
+    for pair in comparison.pairs:
+        is_alone = pair.one is None or pair.other is None
+        is_another = bool(pair.differences) and not pair.is_rounding
+        is_less = None not in (pair.effect, first.effect) and pair.effect <= first.effect
+        if is_alone or (is_another and not is_less):
+            (said,) = described(pair)
+            return f"{name_of_pair(pair)}: {said}"
+    return ""
+
+
+def _cause(pair: Pair, noise: float, before: Sequence[Pair]) -> str:
     """Say why a pair differs; "" if it does not."""
     if pair.one is None or pair.other is None or pair.differences:
         (said,) = described(pair)
         return said
     if pair.inputs is not None and pair.inputs > noise:
+        blind = sum(earlier.inputs is None for earlier in before)
+        unknown = f" (the inputs of {counted(blind)} before it were not compared)" if blind else ""
         return (
             f"{INPUT}: it differs by {pair.inputs:.0e} ({noise:.0e} is noise), and all norms "
-            "before it agree: what differs is no norm"
+            f"before it agree{unknown}: what differs is no norm, or the order of norms"
         )
     return ""

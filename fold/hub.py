@@ -283,6 +283,17 @@ def no_cache(model: nn.Module) -> dict[str, bool]:
 
     torch.export cannot return such a cache.
     """
-    in_signature = "use_cache" in inspect.signature(model.forward).parameters
-    has_cache = in_signature or getattr(model.config, "use_cache", False)
-    return {"use_cache": False} if has_cache else {}
+    parameters = forward_parameters(model)
+    # A forward may take it with what it hands on.
+    takes_more = any(one.kind == one.VAR_KEYWORD for one in parameters)
+    has_cache = getattr(getattr(model, "config", None), "use_cache", False)
+    is_taken = any(one.name == "use_cache" for one in parameters) or (takes_more and has_cache)
+    return {"use_cache": False} if is_taken else {}
+
+
+def forward_parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters of a model's forward; none where they are not known."""
+    try:
+        return list(inspect.signature(model.forward).parameters.values())
+    except ValueError:  # of a TorchScript module
+        return []

@@ -13,7 +13,6 @@ rounding from the bits of its outputs in 16 bits (roundings.py). Who reads it is
 cannot be probed is "not known".
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -27,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .certificate import Inputs, duplicate, first_line, run, widened, widening
 from .formulas import (
-    INSIDE,
     NO_EPS,
     NOT_A_NORM,
     SINGLE,
@@ -46,14 +44,19 @@ from .gain_forms import GainForm, gain_form, is_all_one, random_values, settled
 from .graph import Graph
 from .hand_norms import HandNorm, hand_norms
 from .lines import describe, is_tensor, module_path, shape
-from .roundings import NOT_KNOWN, Rounding, find_rounding
+from .roundings import (
+    NOT_KNOWN,
+    WIDTHS,
+    Rounding,
+    find_rounding,
+    rounding_in_float32,
+    type_of_eps,
+)
 from .rules import CASTS, MOVES
 from .siblings import FoldError
 
-WIDTHS = (torch.bfloat16, torch.float16)
 ROWS = 256  # of the batch beside which one row is computed
 UNPROBED = "not known"
-DOUBLE_EPS = torch.finfo(torch.float64).eps  # torch's RMSNorm has its type's where none is given
 SUM = "adds a second input first"
 SECOND = "with a second input"
 
@@ -185,7 +188,8 @@ class Norm:
     """A norm as functions: what was found of it, and how to call it.
 
     Attributes:
-        found: its formula and gain as it is.
+        found: its formula and gain as it is, with the eps of its own type.
+        probed: the same with the eps of a copy in float64, if that is another one.
         form: how its gain is stored.
         x: the tensor that it was given in the run; None for one that is in no module.
         stored: the values of the gain's parameter, float64, flat; None without one.
@@ -193,6 +197,8 @@ class Norm:
         call: the call that showed it, of a module.
         output, others: which tensor of its outputs it is, with which value of further inputs.
         roundings: type -> order of rounding.
+        own: the norm itself as a function, in its own type.
+        dtype: that type.
     """
 
     found: Found
@@ -204,6 +210,9 @@ class Norm:
     output: int = 0
     others: float = 0.0
     roundings: dict[torch.dtype, Rounding] = field(default_factory=dict)
+    own: Function | None = None
+    dtype: torch.dtype | None = None
+    probed: Found | None = None
 
 
 @dataclass
@@ -215,10 +224,12 @@ class NormRow:
         kind: name of the formula.
         width: how many numbers are averaged; 0 if that is not known.
         eps, place: what is added to the statistic, and where; None where there is none.
+        eps_of: the type whose eps it is, where that is other in another type; "" for a number.
         gain: how it is stored.
         gain_dtype: its type.
         ones: all gains are 1: folded into what reads the norm, or never trained.
         bias: it has one.
+        float32: what it rounds to 16 bits in a model in float32; "" for nothing.
         bfloat16, float16: order of rounding and width of the statistic.
         readers: the operations that read it.
         batch: on this device, do the bits of a row depend on the batch: "no", "yes", "not known".
@@ -232,10 +243,12 @@ class NormRow:
     width: int = 0
     eps: float | None = None
     place: str = ""
+    eps_of: str = ""
     gain: str = UNPROBED
     gain_dtype: str = ""
     ones: bool = False
     bias: bool = False
+    float32: str = ""
     bfloat16: str = UNPROBED
     float16: str = UNPROBED
     readers: list[str] = field(default_factory=list)
@@ -250,6 +263,13 @@ class NormRow:
         """Is its formula known?"""
         return self.norm is not None and self.norm.found.formula is not None
 
+    def describe_eps(self) -> str:
+        """Say eps and its place."""
+        if self.place == NO_EPS:
+            return "no eps"
+        said = f"eps {self.eps:.4g} {self.place}"
+        return f"{said} (the type's own eps, in {self.eps_of})" if self.eps_of else said
+
     def describe(self) -> str:
         """Say everything but the path, in one line."""
         said = [self.kind]
@@ -257,16 +277,13 @@ class NormRow:
             said.append(self.note)
         if self.is_named:
             said.append(f"over {self.width}")
-            eps = "no eps" if self.place == NO_EPS else f"eps {self.eps:.4g} {self.place}"
-            if self.place == INSIDE and math.isclose(self.eps, DOUBLE_EPS, rel_tol=1e-3):
-                eps += (
-                    " (float64's own, in which it is probed; in another type perhaps that type's)"
-                )
-            said.append(eps)
+            said.append(self.describe_eps())
             gain = f"gain {self.gain}"
             gain += f" in {self.gain_dtype}" if self.gain_dtype else ""
             said.append(gain + (", all 1 (folded, or never trained)" if self.ones else ""))
             said.append("bias" if self.bias else "no bias")
+            if self.float32:
+                said.append(f"float32: {self.float32}")
             if self.bfloat16 == self.float16:
                 said.append(f"16 bits: {self.bfloat16}")
             else:
@@ -481,10 +498,11 @@ def is_other_function(found: Found) -> bool:
 def _probe_like(module: nn.Module, call: Call, other: NormRow) -> NormRow | None:
     """Describe a norm that runs the code of another; None if it has not that norm's formula."""
     norm = other.norm
+    module = duplicate(module)
     alone = widened(duplicate(module))
-    row = _row_with_weights(module, alone, call, norm.found, norm.form, norm.output, norm.others)
+    row = _row_with_weights(module, alone, call, norm.probed, norm.form, norm.output, norm.others)
     if row is not None:
-        for name in ("bias", "note", "bfloat16", "float16", "batch"):
+        for name in ("bias", "note", "float32", "bfloat16", "float16", "batch"):
             setattr(row, name, getattr(other, name))
         row.norm.roundings = norm.roundings
     return row
@@ -521,7 +539,32 @@ def _row_with_weights(
         row.gain_dtype = str(parameter.dtype).removeprefix("torch.")
     function = partial(_in_type, alone, call, output, others)
     row.norm = Norm(own, form, call.x, stored, function, call, output, others)
+    _add_own_type(row, _as_is(module, call, output, others), call.x.dtype, call.x)
     return row
+
+
+def _add_own_type(row: NormRow, function: Function, dtype: torch.dtype, like: Tensor) -> None:
+    """Add what calls of a norm in its own type tell: an eps of the type, rounding in float32.
+
+    Args:
+        function: the norm itself, with its own weights.
+        dtype: of what it is given.
+        like: a tensor of the shape of its input.
+    """
+    norm = row.norm
+    own = torch.no_grad()(function)
+    norm.own, norm.dtype, norm.probed = own, dtype, norm.found
+    try:
+        of = type_of_eps(own, norm.found, dtype, like)
+        if of is not None:
+            row.eps_of = str(of).removeprefix("torch.")
+            row.eps = torch.finfo(of).eps
+            formula = replace(norm.found.formula, eps=row.eps)
+            norm.found = replace(norm.found, formula=formula)
+        if dtype == torch.float32:
+            row.float32 = rounding_in_float32(own, norm.found, like)
+    except Exception:  # what the module's forward may raise on other numbers
+        row.float32 = UNPROBED
 
 
 def with_own_gain(f: Function, found: Found, x: Tensor) -> Found | None:
@@ -637,10 +680,11 @@ class NormsFound:
     def __str__(self) -> str:
         groups: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
-            groups.setdefault((pattern(row.path), row.describe()), []).append(row.path)
+            path = row.path or "the model itself"
+            groups.setdefault((pattern(path), row.describe()), []).append(path)
         lines = []
         for (name, said), paths in groups.items():
-            shown = f"{name} ({len(paths)})" if len(paths) > 1 else paths[0] or "the model itself"
+            shown = f"{name} ({len(paths)})" if len(paths) > 1 else paths[0]
             lines.append(f"{shown}: {said}")
         if not self.rows:
             lines = [f"{self.model}: no norm found"]
@@ -772,6 +816,7 @@ def hand_row(graph: Graph, piece: HandNorm) -> NormRow | None:
     functions = {torch.float64: own}
     row.norm = Norm(own_found, form, None, stored, functions.__getitem__)
     dtype = piece.given.meta["val"].dtype
+    _add_own_type(row, piece.function_in_its_type(graph.values), dtype, x)
     if dtype in WIDTHS:
         # The casts of a model in 16 bits are in its graph.
         functions[dtype] = piece.function_in_its_type(graph.values)

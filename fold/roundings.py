@@ -3,18 +3,37 @@
 The bits of its output are compared with those of each order. Orders differ in a good part of the
 outputs; the same order in another way of summing in 1 of 1,000. So the order is known where one
 order alone gives all but SAME of the bits.
+
+In a model in float32 outputs are compared with those of the formula in float64: casts to 16 bits
+within a norm show there.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .formulas import CLAMP, INSIDE, OUTSIDE, Formula, Found, Function, numbers
+from .formulas import (
+    CLAMP,
+    INSIDE,
+    NO_EPS,
+    OUTSIDE,
+    Formula,
+    Found,
+    Function,
+    difference,
+    numbers,
+)
 from .gain_forms import GainForm
 
+WIDTHS = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *WIDTHS, torch.float64)
+DOUBLE_EPS = torch.finfo(torch.float64).eps  # torch's RMSNorm has its type's where none is given
+SAME_EPS = 0.03  # of outputs in 16 bits where eps halves them, largest difference
+EXACT = 1e-5  # largest difference of outputs in float32 from those in float64
+MORE = "rounds more than float32 does"
 SAME = 0.01  # largest share of outputs that may differ by their last bit
 CALLS = 4
 BEFORE = "gain before the rounding"
@@ -41,7 +60,10 @@ class Rounding:
         if self.statistic == "not known":
             return self.statistic
         offset = f"1 + w in {self.offset}" if self.offset else ""
-        said = [f"statistic in {self.statistic}", self.gain, offset]
+        if self.offset == "not known":
+            offset = "type of 1 + w not known"
+        gain = "rounding not known" if self.gain == "not known" else self.gain
+        said = [f"statistic in {self.statistic}", gain, offset]
         said.append(f"returns {self.result}" if self.result else "")
         return ", ".join(filter(None, said))
 
@@ -189,3 +211,63 @@ def _inverse(square: Tensor, formula: Formula) -> Tensor:
     if formula.place == INSIDE:
         return torch.rsqrt(square + formula.eps)
     return 1 / _root(square, formula)
+
+
+# -------------------------------------------------------------------------- in the model's own type
+
+
+def type_of_eps(f: Function, found: Found, dtype: torch.dtype, like: Tensor) -> torch.dtype | None:
+    """Return the type whose eps a norm has, if a copy in float64 has that of float64; else None.
+
+    Args:
+        f: the norm in `dtype`, with the gain and the bias of `found`.
+        like: a tensor of the shape of its input.
+    """
+    formula = found.formula
+    if formula.place == NO_EPS or abs(formula.eps - DOUBLE_EPS) > 1e-3 * DOUBLE_EPS:
+        return None
+    layout = found.layout
+    unit = replace(formula, place=NO_EPS).normalise(numbers(layout.size, 20, like, torch.float64))
+    for kind in FLOATS:
+        eps = torch.finfo(kind).eps
+        size = eps**0.5 if formula.place == INSIDE else eps / 2
+        rows = (size / formula.unit * unit).to(dtype)
+        y = layout.rows(f(layout.tensor(rows))).double()
+        expected = replace(found, formula=replace(formula, eps=eps)).apply(rows.double())
+        if difference(y, expected) <= SAME_EPS:
+            is_number = kind == torch.float64 != dtype  # written as one
+            return None if is_number else kind
+    return None
+
+
+def rounding_in_float32(f: Function, found: Found, like: Tensor) -> str:
+    """Say what a norm of a model in float32 rounds to 16 bits; "" for nothing.
+
+    Args:
+        f: the norm in float32, with the gain and the bias of `found`.
+        like: a tensor of the shape of its input.
+    """
+    layout = found.layout
+    rows = numbers(layout.size, 40, like, torch.float64).float()
+    y = layout.rows(f(layout.tensor(rows))).double()
+    expected = found.apply(rows.double())
+    tolerance = max(EXACT, found.precision.tolerance)
+    off = difference(y, expected)
+    if off <= tolerance:
+        return ""
+    for dtype in WIDTHS:
+        name = str(dtype).removeprefix("torch.")
+        rounded = replace(found, gain=found.gain.to(dtype).double())
+        if difference(y, found.apply(rows.to(dtype).double())) <= tolerance:
+            return f"input rounded to {name}"
+        if difference(y, rounded.apply(rows.double())) <= tolerance:
+            return f"gain rounded to {name}"
+        if bool((y == y.to(dtype)).all()):
+            return f"output rounded to {name}"
+    bias = 0.0 if found.bias is None else found.bias.to(y)
+    y, expected = y - bias, expected - bias
+    # A statistic that is rounded multiplies the whole row.
+    factor = (y * expected).sum(-1, keepdim=True) / expected.square().sum(-1, keepdim=True)
+    if difference(y, factor * expected) <= tolerance:
+        return f"statistic in 16 bits (off by {off:.0e})"
+    return f"{MORE} (off by {off:.0e})"

@@ -149,6 +149,8 @@ def test_a_planted_fault_is_named_and_proved(name, fault, scope, cases):
 
 
 MODEL = """
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
@@ -188,6 +190,34 @@ def other_linear():
     return make(slope=-2.0)
 
 
+class Named(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x, scale=None):
+        return self.model(x)
+
+
+def as_dict():
+    return Named(make()[0]), {"x": torch.randn(2, 4, 8)}
+
+
+def as_tuple():
+    return Named(make(slope=-2.0)[0]), (torch.randn(3, 4, 8), None)
+
+
+def other_name():
+    model, _ = make(slope=-2.0)
+    return torch.export.export(model, (x := torch.randn(2, 4, 8),)).module(), (x[0],)
+
+
+def two_inputs():
+    model = Named(make(slope=-2.0)[0])
+    return model, {"x": torch.randn(2, 4, 8), "scale": torch.ones(1)}
+
+
 def nothing():
     return None
 """
@@ -196,7 +226,7 @@ def nothing():
 @pytest.mark.parametrize(
     ("against", "said"),
     [
-        ("make", ("no norm differs",)),
+        ("make", ("no norm differs; outputs differ by 0 (relative 0.0e+00)",)),
         ("other_eps", ("first: 1: eps (1e-06 here, 1e-05 there)", "proved")),
         ("exported", ("2 norms paired", "first: 1: eps (1e-06 here, 1e-05 there)")),
         ("traced", ("first: 1: not found in the other model, whose graph cannot be read",)),
@@ -208,8 +238,28 @@ def test_the_program_on_a_model_in_a_file(tmp_path, capsys, against, said):
     file.write_text(MODEL)
     doctor.main([f"{file}:make", f"--against={file}:{against}", "--json"])
     shown = capsys.readouterr().out
-    assert shown.startswith("1: RMSNorm; over 8; eps 1e-06 inside the root; gain w in float32; no")
+    assert "\n1: RMSNorm; over 8; eps 1e-06 inside the root; gain w in float32; no" in shown
     assert all(part in shown for part in said), shown
+
+
+@pytest.mark.parametrize(
+    ("first", "against", "said"),
+    [
+        ("as_dict", "make", "no norm differs; outputs differ by 0 (relative 0.0e+00)"),
+        ("make", "as_dict", "no norm differs; outputs differ by 0 (relative 0.0e+00)"),
+        ("as_dict", "as_tuple", "first: model.4: other input"),
+        ("as_tuple", "as_dict", "first: model.4: other input"),
+        ("as_dict", "other_name", "no norm differs, but the models do: outputs differ by"),
+        ("as_dict", "two_inputs", "inputs were NOT compared: scale of the other model"),
+    ],
+)
+def test_both_models_run_on_the_first_ones_example(tmp_path, capsys, first, against, said):
+    """In whatever form each has it; where that cannot be, it is said."""
+    file = tmp_path / "mine.py"
+    file.write_text(MODEL)
+    doctor.main([f"{file}:{first}", f"--against={file}:{against}"])
+    shown = capsys.readouterr().out
+    assert said in shown.split("norms of")[0], shown
 
 
 class Rounding(nn.Module):
@@ -226,6 +276,131 @@ class Rounding(nn.Module):
         if self.is_before:
             return (wide * self.weight.float()).to(x.dtype)
         return wide.to(x.dtype) * self.weight
+
+
+class Weighted(nn.Module):
+    """A function of x and a weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 32))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+class Small(nn.Module):
+    """A model with one norm, a function of x and the weight, in a module or in the forward."""
+
+    def __init__(self, function, is_inline=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 32)
+        self.norm = Weighted(function)
+        self.last = nn.Linear(32, 4)
+        self.function = function
+        self.is_inline = is_inline
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.function(x, self.norm.weight) if self.is_inline else self.norm(x)
+        return self.last(y)
+
+
+def root(x, like, eps=1e-6):
+    return x * torch.rsqrt(like.pow(2).mean(-1, keepdim=True) + eps)
+
+
+EXAMPLE = (torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(3)),)
+OF_THE_TYPE = {
+    "torch's": lambda x, w: nn.functional.rms_norm(x, (32,)) * w,
+    "finfo": lambda x, w: root(x, x, torch.finfo(x.dtype).eps) * w,
+    "a number": lambda x, w: nn.functional.rms_norm(x, (32,), eps=2.0**-23) * w,
+}
+
+
+@pytest.mark.parametrize("is_inline", [False, True])
+def test_an_eps_of_the_type_is_that_of_the_model(is_inline):
+    said = "eps 1.192e-07 inside the root"
+    models = {name: Small(f, is_inline).eval() for name, f in OF_THE_TYPE.items()}
+    for name, model in models.items():
+        (row,) = norms_of(model, EXAMPLE).rows
+        own = "" if name == "a number" or row.eps_of == "" else " (the type's own eps, in float32)"
+        assert f"{said}{own};" in row.describe()
+    assert norms_of(models["torch's"], EXAMPLE).rows[0].eps_of == "float32"
+    alike = compare(models["a number"], models["torch's"], EXAMPLE)
+    assert not alike.has_difference, str(alike)
+    other = Small(lambda x, w: root(x, x, 1e-6) * w, is_inline).eval()
+    found = compare(other, models["torch's"], EXAMPLE)
+    assert "eps (1e-06 here, 1.192e-07, float32's own, there)" in found.cause
+    # No input is known of a norm written out in a forward: nothing is said of its outputs.
+    assert ("on the same input" in found.cause) is not is_inline and "0e+00" not in found.cause
+
+
+ROUNDED = {
+    "": lambda x, w: root(x, x) * w,
+    "input rounded to bfloat16": lambda x, w: root(x.bfloat16().float(), x.bfloat16().float()) * w,
+    "statistic in 16 bits": lambda x, w: root(x, x.bfloat16()) * w,
+    "gain rounded to float16": lambda x, w: root(x, x) * w.half().float(),
+    "output rounded to bfloat16": lambda x, w: (root(x, x) * w).bfloat16().float(),
+    "rounds more than float32 does": lambda x, w: root(x, x).half().float() * w,
+}
+
+
+@pytest.mark.parametrize("is_inline", [False, True])
+@pytest.mark.parametrize("said", ROUNDED)
+def test_what_a_norm_of_a_model_in_float32_rounds_to_16_bits(said, is_inline):
+    (row,) = norms_of(Small(ROUNDED[said], is_inline).eval(), EXAMPLE).rows
+    assert row.kind == "RMSNorm"
+    assert row.float32.startswith(said) and bool(row.float32) is bool(said)
+
+
+@pytest.mark.parametrize("said", [*ROUNDED][1:])
+def test_such_a_rounding_is_named_against_another_model(said):
+    """By how much outputs differ is that of the model's own type, not of a copy in float64."""
+    found = compare(Small(ROUNDED[""]).eval(), Small(ROUNDED[said]).eval(), EXAMPLE)
+    assert found.cause.startswith(f"rounding in float32 (nothing in 16 bits here, {said}")
+    assert 1e-5 < found.first.effect < 1e-2
+
+
+class Several(nn.Module):
+    """Norms one after the other, each a function of x and the weight."""
+
+    def __init__(self, *functions):
+        super().__init__()
+        self.parts = nn.Sequential(*(Small(f) for f in functions))
+        self.between = nn.Linear(4, 8)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = self.between(part(x))
+        return x
+
+
+def test_norms_that_differ_in_the_same_thing_are_one_line():
+    model = Several(ROUNDED[""], ROUNDED[""]).eval()
+    other = Several(*[ROUNDED["input rounded to bfloat16"]] * 2).eval()
+    other.load_state_dict(model.state_dict())
+    found = compare(model, other, EXAMPLE)
+    (line,) = (line for line in str(found).splitlines() if line.startswith("parts."))
+    largest = max(pair.effect for pair in found.pairs)
+    assert line.startswith("parts.*.norm (2): rounding in float32")
+    assert line.endswith(f"differ by {largest:.0e}")
+
+
+def test_after_a_rounding_the_first_difference_that_is_none_is_named():
+    model, other = (
+        Several(ROUNDED[first], second).eval()
+        for first, second in (
+            ("", ROUNDED[""]),
+            ("input rounded to bfloat16", lambda x, w: root(x, x, 0.1) * w),
+        )
+    )
+    other.load_state_dict(model.state_dict())
+    found = compare(model, other, EXAMPLE)
+    assert "first: parts.0.norm: rounding in float32" in str(found)
+    assert "first that is no rounding: parts.1.norm: eps (1e-06 here, 0.1 there)" in str(found)
 
 
 @pytest.mark.parametrize("is_before", [True, False])
@@ -253,8 +428,6 @@ def test_what_a_norm_is_given():
     ids = torch.randint(8, 50, (8, 5))
     ids[:, 0] = 7
     found = norms_of(model, (ids,))
-    # torch's RMSNorm without eps takes that of the type.
-    assert "float64's own" in str(found)
     (stream,) = streams(model, found, [(part,) for part in ids.split(2)])
     x = model[0](ids).detach().double()
     square = x.square()
