@@ -59,7 +59,6 @@ few bits.
 With --json the last line of output is JSON.
 """
 
-import gc
 import json
 import re
 from collections import Counter
@@ -80,7 +79,7 @@ from common.inputs import check_regular
 from common.output import whole_folder
 from configurator import key, parse_args
 from fold import Report, gpt
-from fold.certificate import FOLDED_USES, Certificate, certify
+from fold.certificate import FOLDED_USES, Certificate, certify, return_memory
 from fold.choice import LEFT
 from fold.graph import Graph
 from fold.hub import example_inputs, load_as_saved, no_cache, save, with_source
@@ -350,7 +349,7 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
     folded = fold_foreign(spec, config)
     lines = folded.lines
     if config.out:
-        gc.collect()  # the model before, of which the analysis was in a cycle
+        return_memory()  # of the model before, of which the analysis was in a cycle
         save(folded.model, config.out, folded.certificate, spec, folded.inputs)
         lines = [f"wrote {config.out}; {folded.how}", *lines]
     return folded.certificate, lines
