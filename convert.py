@@ -59,6 +59,7 @@ few bits.
 With --json the last line of output is JSON.
 """
 
+import gc
 import json
 import re
 from collections import Counter
@@ -79,7 +80,7 @@ from common.inputs import check_regular
 from common.output import whole_folder
 from configurator import key, parse_args
 from fold import Report, gpt
-from fold.certificate import FOLDED_USES, Certificate, certify, return_memory
+from fold.certificate import FOLDED_USES, Certificate, certify
 from fold.choice import LEFT
 from fold.graph import Graph
 from fold.hub import example_inputs, load_as_saved, no_cache, save, with_source
@@ -349,7 +350,7 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
     folded = fold_foreign(spec, config)
     lines = folded.lines
     if config.out:
-        return_memory()  # of the model before, of which the analysis was in a cycle
+        gc.collect()  # the model before, of which the analysis was in a cycle
         save(folded.model, config.out, folded.certificate, spec, folded.inputs)
         lines = [f"wrote {config.out}; {folded.how}", *lines]
     return folded.certificate, lines

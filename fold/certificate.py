@@ -14,14 +14,13 @@ mistakes, too. So code that casts to float32 casts to float64 while it is checke
 
 import copy
 import ctypes
-import gc
 import hashlib
 import inspect
 import json
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -316,15 +315,7 @@ def _checks_in_float64(
                 worst[source] = check
         checks += worst.values()
         del converted
-        return_memory()
     return checks, first_outputs[0]
-
-
-def return_memory() -> None:
-    """Give the system back what was freed: glibc keeps it, in pieces that no larger tensor fits."""
-    gc.collect()
-    with suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _run_in_float64(model: nn.Module, inputs: Inputs) -> Any:
@@ -388,7 +379,6 @@ def _checks_in_own_type(
     coarsest = max(own_types, key=lambda dtype: torch.finfo(dtype).eps)
     before_output = run(model, inputs, widen=False)
     after_output = run(after, inputs, widen=False)
-    return_memory()
     stored_output = run(widened(duplicate(after, wide=True)), _double(inputs))
     rounding, written, stored = (
         _check("given", "given", exact_output, output).max_rel
