@@ -173,15 +173,13 @@ def chosen_rate(record: Record, screen: Screen) -> float | None:
     return None if octave is None else float(f"{record.declaration.rate * 2**octave:.1e}")
 
 
-def chosen(runs: Finished, record: Record, judged: JudgedArm) -> Chosen:
+def chosen(record: Record, screens: dict[JudgedArm, Screen]) -> Chosen:
     """Return what an arm's screenings choose: of its options, the one with the lowest loss.
 
     Args:
-        runs: of all screenings.
+        screens: what `screens_of` returned for the arm.
     """
-    screens = screens_of(runs, record, judged)
-    by_loss = sorted(screens, key=lambda option: screens[option].lowest)
-    best = by_loss[0]
+    best = min(screens, key=lambda option: screens[option].lowest)
     is_over = all(screen.is_over for screen in screens.values())
     return Chosen(best, screens[best], chosen_rate(record, screens[best]) if is_over else None)
 

@@ -85,7 +85,7 @@ def planned_runs(out: Path, record: Record, training: Training) -> list[PlannedR
     arms = []
     done = finished(out, SCREENING)
     for judged in record.arms:
-        option, _, rate = chosen(done, record, judged)
+        option, _, rate = chosen(record, screens_of(done, record, judged))
         if rate is not None:
             arms.append(Arm(judged.arm.name, (*option.arm.words, *training.rate_words(rate))))
         elif judged == record.baseline:

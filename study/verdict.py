@@ -207,7 +207,7 @@ def read_outcome(out: Path, record: Record) -> Outcome:
     names = {label(judged): judged for judged in record.arms}
     screened, judged_all = finished(out, SCREENING), finished(out, JUDGED)
     options = {name: screens_of(screened, record, judged) for name, judged in names.items()}
-    choices = {name: chosen(screened, record, judged) for name, judged in names.items()}
+    choices = {name: chosen(record, screens) for name, screens in options.items()}
     screens = {name: choice.screen for name, choice in choices.items()}
     rates = {name: choice.rate for name, choice in choices.items()}
     no_rate = {
