@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from helpers import shake
 from safetensors.torch import save_file
+from tiny_configs import ENCODER_DECODER, OPT, SIZE, T5, WORDS
 
 import convert
 from common.errors import UserError
@@ -35,32 +36,11 @@ from common.hub import import_transformers
 
 hf = import_transformers()
 TO = ("rms", "weightless", "rescaled")
-WORDS = dict(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-SIZE = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
 BERT = SIZE | WORDS
 LLAMA = dict(num_key_value_heads=1, **BERT)
 GPT2 = dict(n_embd=16, n_layer=1, n_head=2, n_positions=40, **WORDS)
-OPT = dict(
-    hidden_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    ffn_dim=24,
-    word_embed_proj_dim=16,
-    max_position_embeddings=40,
-    **WORDS,
-)
-BART = dict(
-    d_model=16,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_ffn_dim=24,
-    decoder_ffn_dim=24,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    decoder_start_token_id=2,
-    max_position_embeddings=40,
-    forced_eos_token_id=None,
-    **WORDS,
+BART = ENCODER_DECODER | dict(
+    decoder_start_token_id=2, max_position_embeddings=40, forced_eos_token_id=None
 )
 WHISPER = BART | dict(
     num_mel_bins=8,
@@ -68,16 +48,6 @@ WHISPER = BART | dict(
     max_target_positions=40,
     begin_suppress_tokens=None,
     suppress_tokens=None,
-)
-T5 = dict(
-    d_model=16,
-    d_kv=8,
-    d_ff=24,
-    num_layers=1,
-    num_heads=2,
-    decoder_start_token_id=0,
-    tie_word_embeddings=True,
-    **WORDS,
 )
 VISION = dict(image_size=16, patch_size=8, **SIZE)
 TWO_TOWERS = dict(
@@ -87,7 +57,7 @@ TWO_TOWERS = dict(
 CAUSAL, MASKED, SEQ2SEQ, SPEECH, IMAGES, PAIRS = range(6)
 ARCHITECTURES = {
     "GPT2LMHeadModel": (GPT2, CAUSAL),
-    "OPTForCausalLM": (OPT, CAUSAL),
+    "OPTForCausalLM": (OPT | {"max_position_embeddings": 40}, CAUSAL),
     "BloomForCausalLM": (dict(hidden_size=16, n_layer=1, n_head=2, **WORDS), CAUSAL),
     "GPTNeoXForCausalLM": (BERT, CAUSAL),
     "PhiForCausalLM": (BERT, CAUSAL),

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers import close, shake
+from tiny_configs import ENCODER_DECODER, OPT, SIZE, WORDS
 
 pytest.importorskip("transformers")
 from safetensors.torch import save_file
@@ -24,30 +25,9 @@ from fold.certificate import weights_hash
 from fold.modules import FoldedNorm
 
 hf = import_transformers()
-WORDS = dict(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-SIZE = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
-OPT = dict(
-    hidden_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    ffn_dim=24,
-    word_embed_proj_dim=16,
-    max_position_embeddings=32,
-    **WORDS,
-)
 GPT2 = dict(n_embd=16, n_layer=1, n_head=2, n_positions=32, **WORDS)
 
-SEQ2SEQ = dict(
-    d_model=16,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_ffn_dim=24,
-    decoder_ffn_dim=24,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    decoder_start_token_id=2,
-    **WORDS,
-)
+SEQ2SEQ = ENCODER_DECODER | {"decoder_start_token_id": 2}
 
 
 @pytest.fixture

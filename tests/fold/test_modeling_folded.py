@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from helpers import close, shake
+from tiny_configs import ENCODER_DECODER, OPT, SIZE, WORDS
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_file
@@ -22,28 +23,7 @@ from common.hub import import_transformers
 from fold import hub
 
 hf = import_transformers()
-WORDS = dict(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-SIZE = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
-OPT = dict(
-    hidden_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    ffn_dim=24,
-    word_embed_proj_dim=16,
-    max_position_embeddings=32,
-    **WORDS,
-)
-MBART = dict(
-    d_model=16,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_ffn_dim=24,
-    decoder_ffn_dim=24,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    max_position_embeddings=32,
-    **WORDS,
-)
+MBART = ENCODER_DECODER | {"max_position_embeddings": 32}
 VIT = dict(image_size=16, patch_size=8, **SIZE)
 # class -> (keys, words of convert.py, Auto class)
 CASES = {

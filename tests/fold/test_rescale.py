@@ -12,6 +12,8 @@ from helpers import shake
 
 pytest.importorskip("transformers")
 
+from tiny_configs import SIZE, T5, WORDS
+
 import convert
 from common.errors import ConfigError, FoldError
 from common.hub import import_transformers
@@ -19,19 +21,7 @@ from fold import hub
 from fold.rescale import rescale
 
 hf = import_transformers()
-WORDS = dict(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-SIZE = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
 LLAMA = dict(num_key_value_heads=1, **SIZE, **WORDS)
-T5 = dict(
-    d_model=16,
-    d_kv=8,
-    d_ff=24,
-    num_layers=1,
-    num_heads=2,
-    decoder_start_token_id=0,
-    tie_word_embeddings=True,
-    **WORDS,
-)
 OPT = dict(
     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=24, word_embed_proj_dim=16
 )
