@@ -29,6 +29,7 @@ PAGES = (KEPT / "README.md", ROOT / "docs/which_norm.md")
 # The texts of the plan that the runs were made under (repro/which_norm.toml says why)
 PLANS = {"b5f3fe1e0e4233f1", "911042c2528e5de6", "5a28a67e818937ff"}
 LAYER_COUPLED = "a2318d73d7f6d2e1"
+LEADS = "f106cc4c4274ddbc"
 # stage -> text of repro/muon_rate.sh, which says what changed between them
 MUON_RATE = {"curve": "3647e0779b03089e", "step": "0096b06a38f919c6"}
 
@@ -46,6 +47,7 @@ def test_the_declarations_are_those_of_the_runs():
     declarations = {
         "which_norm.toml": PLANS,
         "layer_coupled.sh": {LAYER_COUPLED},
+        "leads.sh": {LEADS},
         "muon_rate.sh": {MUON_RATE["step"]},
     }
     for name, hashes in declarations.items():
@@ -55,7 +57,7 @@ def test_the_declarations_are_those_of_the_runs():
     for condition in CONDITIONS:
         places = {}
         for run in anew.runs(condition.archive):
-            assert run["study"].split()[-1] in PLANS | {LAYER_COUPLED}
+            assert run["study"].split()[-1] in PLANS | {LAYER_COUPLED, LEADS}
             place = (run["device"], run.get("processor"), run["git"])
             assert places.setdefault(run["seed"], place) == place  # what is compared ran alike
 
@@ -71,8 +73,7 @@ def test_every_difference_is_that_of_a_second_implementation():
     assert sorted(both) == sorted([arm, f"{below[arm]:.2g}", f"{better[arm]:.2g}"] for arm in below)
 
 
-def test_the_other_studies_are_those_of_a_second_implementation():
-    """The verdicts that the headline rests on; of a study that goes on, the means so far."""
+def test_the_study_that_is_not_on_the_card_is_that_of_a_second_implementation():
     rows = which_norm.all_differences((*CONDITIONS, *which_norm.OTHER_STUDIES))
     others = {condition.name for condition in which_norm.OTHER_STUDIES}
     found = {
@@ -86,7 +87,9 @@ def test_the_other_studies_are_those_of_a_second_implementation():
     }
     assert found == anew.other_rows()
     assert found["wide, the rate of rms", SPAN_0] == (8, "-0.0240", "better")
-    # The judged runs have the rate that the selection seeds chose.
+
+
+def test_the_judged_leads_have_the_rate_that_the_selection_seeds_chose():
     arms = anew.by_words(("leads/verdict-W",), range(720, 736))
     rates = {run["learning_rate"] for run in arms[SPAN_0].values()}
     assert rates == {anew.chosen_rate("leads/rates-W", SPAN_0)}
@@ -108,7 +111,7 @@ def test_the_card_is_that_of_a_second_implementation():
     text = PAGES[0].read_text()
     rows = anew.rows()
     table = tables(PAGES[0])[0]
-    assert len(table) == 5
+    assert len(table) == 6
     for arm, *cells in table:
         for column, cell in zip(anew.COLUMNS, cells, strict=True):
             _, expected, *_, verdict = rows.get((column, arm), [0, "not run", "not judged"])
