@@ -216,9 +216,15 @@ def certify(
     # These come first: later there is one more copy of the model in memory.
     checks, exact_output = _checks_in_float64(model, convert, inputs, kinds, sizes)
     worst = max(checks, key=attrgetter("max_rel"))
+    own_type = _own_type(model)
+    if own_type is not None:
+        # In a copy that is gone before `after` is made: both would be three models at once.
+        stored_output = run(widened(convert(duplicate(model))), _double(inputs))
     after = convert(duplicate(model))
-    own, written = _checks_in_own_type(model, after, inputs, exact_output)
-    if own is not None:
+    written = None
+    if own_type is not None:
+        float64_outputs = exact_output, stored_output
+        own, written = _checks_in_own_type(model, after, inputs, own_type, float64_outputs)
         checks.append(own)
     reasons = [
         f"off by a relative {check.max_rel:.1e} with {check.weights} weights on {check.inputs} "
@@ -365,30 +371,37 @@ def _thinned(output: Any) -> Any:
     return tree_map_only(Tensor, thinned, output)
 
 
+def _own_type(model: nn.Module) -> torch.dtype | None:
+    """Return the coarsest type of a model's parameters; None for a float64 model."""
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float64}
+    return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
 def _checks_in_own_type(
-    model: nn.Module, after: nn.Module, inputs: Inputs, exact_output: Any
-) -> tuple[Check | None, Written | None]:
+    model: nn.Module,
+    after: nn.Module,
+    inputs: Inputs,
+    own_type: torch.dtype,
+    float64_outputs: tuple[Any, Any],
+) -> tuple[Check, Written]:
     """Compare both models in their own type, each with the other and with the float64 output.
 
-    Returns:
-        Both are None for a float64 model.
+    Args:
+        own_type: that of `_own_type`.
+        float64_outputs: of the model, and of the weights that `after` stores.
     """
-    own_types = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float64}
-    if not own_types:
-        return None, None
-    coarsest = max(own_types, key=lambda dtype: torch.finfo(dtype).eps)
+    exact_output, stored_output = float64_outputs
     before_output = run(model, inputs, widen=False)
     after_output = run(after, inputs, widen=False)
-    stored_output = run(widened(duplicate(after, wide=True)), _double(inputs))
     rounding, written, stored = (
         _check("given", "given", exact_output, output).max_rel
         for output in (before_output, after_output, stored_output)
     )
-    tolerance = OWN_TOLERANCE * torch.finfo(coarsest).eps / torch.finfo(torch.float32).eps
+    tolerance = OWN_TOLERANCE * torch.finfo(own_type).eps / torch.finfo(torch.float32).eps
     if math.isfinite(rounding):
         tolerance = max(tolerance, OWN_ERRORS * rounding)
     own = _check("given", "given", before_output, after_output)
-    dtype = str(coarsest).removeprefix("torch.")
+    dtype = str(own_type).removeprefix("torch.")
     return replace(own, tolerance=tolerance), Written(dtype, rounding, written, stored)
 
 
