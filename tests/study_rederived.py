@@ -163,11 +163,13 @@ def by_words(archives: tuple[str, ...], seeds: range) -> dict[str, dict[int, dic
 def other_rows() -> dict[tuple[str, str], tuple[int, str, str]]:
     """Return condition and arm of OTHER -> pairs, mean, and the verdict of arms with all seeds."""
     found: dict[tuple[str, str], tuple[int, str, str]] = {}
+    names = {words: name for name, words in ARMS.items()}
     for condition, (archives, tests, seeds) in OTHER.items():
         p_values: dict[tuple[str, str], float] = {}
         arms = by_words(archives, seeds)
         base = arms.pop("rms", {})
-        for arm, its in arms.items():
+        for words, its in arms.items():
+            arm = names.get(words, words)
             pairs = [its[seed]["loss"] - base[seed]["loss"] for seed in seeds if seed in its]
             found[condition, arm] = (len(pairs), f"{np.mean(pairs):+.4f}", "")
             if len(pairs) == len(seeds):
