@@ -15,6 +15,7 @@ along.
 import inspect
 import json
 import shutil
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from .certificate import Certificate, first_line, run, touched
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, set_check, swap_and_insert
-from .siblings import ConfigError, UserError, hub, whole_folder
+from .siblings import ConfigError, FoldError, UserError, hub, whole_folder
 
 RECIPE = "fold.json"
 CERTIFICATE = "certificate.json"
@@ -82,7 +83,7 @@ def save(
     """Save a folded model of transformers, load it again, and compare the two.
 
     The folder takes its name only if what is loaded is the same model to the bit: weights, norms
-    and what it returns.
+    and what it returns. A model that was trained since it was folded is saved with a warning.
 
     Args:
         model: a model of transformers that fold.fold or fold.fold_gains returned.
@@ -109,6 +110,13 @@ def save(
                 f"{folder}: nothing written: loaded again, it would be another model "
                 f"({difference}): please report it"
             )
+    if not _norms_see_centred(model, inputs):
+        warnings.warn(
+            f"{folder}: what its RMSNorms read is not centred any more (was it trained?). hub.load "
+            "reads it as it is, but transformers alone, with LayerNorms, as another function. To "
+            "train a folded model, load it with trust_remote_code=True",
+            stacklevel=2,
+        )
 
 
 def _write(model: nn.Module, folder: Path, certificate: Certificate | None, source: str) -> None:
@@ -202,6 +210,19 @@ def _difference_to(model: nn.Module, folder: Path, inputs: dict[str, Any] | None
     pairs = zip(*outputs, strict=True)
     same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
     return "" if same else "its weights are the same, what it returns is not"
+
+
+def _norms_see_centred(model: nn.Module, inputs: dict[str, Any] | None) -> bool:
+    """Run a folded model, and tell whether LayerNorms would compute what its RMSNorms do."""
+    checks = [module.check for module in model.modules() if isinstance(module, FoldedNorm)]
+    set_check(model, True)
+    try:
+        run(model, example_inputs(model, seed=0) if inputs is None else inputs, widen=False)
+    except FoldError:
+        return False
+    finally:
+        set_check(model, any(checks))  # all have the same
+    return True
 
 
 def load_as_saved(spec: str | Path) -> nn.Module:

@@ -96,6 +96,18 @@ def test_what_is_written_is_the_folded_model(
     assert torch.equal(run(hub.load(tmp_path / "again"), x), run(after, x))
 
 
+def test_who_saves_a_trained_model_is_warned(folder, tmp_path):
+    """Transformers alone would read it, without a word, as another function."""
+    source, out = folder("OPTForCausalLM", **OPT), tmp_path / "out"
+    convert.main([str(source), "--to=rms", f"--out={out}"])
+    model = hub.load(out)
+    model.model.decoder.embed_tokens.weight.data += 1
+    x = hub.example_inputs(model, seed=5)
+    with pytest.warns(UserWarning, match="trained.*trust_remote_code"):
+        hub.save(model, tmp_path / "again")
+    assert torch.equal(*(run(one, x) for one in (model, hub.load(tmp_path / "again"))))
+
+
 def test_nothing_is_left_of_a_folder_that_is_another_model(folder, tmp_path, monkeypatch):
     source, load = folder("OPTForCausalLM", **OPT), hub.load
 
