@@ -10,28 +10,26 @@ from common.plotting import COLORS, save, style
 
 
 def draw_card(
-    title: str,
     rows: dict[str, list[Any]],
     names: tuple[str, ...],
     margin: float,
     worth: dict[str, float],
     target: Path,
 ) -> None:
-    """Draw a forest of differences, arms by conditions, beside what other settings are worth.
+    """Draw a forest of differences, arms by conditions, beside what other choices are worth.
 
     Args:
-        title: of the picture.
         rows: arm -> its Difference under each condition, None where it was not run.
         names: of the conditions.
         margin: a grey band on both sides of zero, nats.
-        worth: setting -> nats.
+        worth: a choice instead of another -> nats by which it lowers the loss.
         target: file.
     """
     figure, (forest, bars) = plt.subplots(
         1, 2, figsize=(12, 1.6 + 0.8 * len(rows)), width_ratios=[3, 2], layout="constrained"
     )
-    figure.suptitle("\n".join(textwrap.wrap(title, 110)), fontsize=10)
-    forest.axvspan(-margin, margin, color="0.9", label="2 % of the tokens")
+    forest.set_title("A norm instead of rms", fontsize=10)
+    forest.axvspan(-margin, margin, color="0.9", label="what 2 % more tokens bring")
     forest.axvline(0, color="0.4", linewidth=1)
     for place, found in enumerate(rows.values()):
         for index, (name, row) in enumerate(zip(names, found, strict=True)):
@@ -40,16 +38,17 @@ def draw_card(
                 words = "not run" if row is None else row.text()
                 forest.text(0.002, height, words, color=COLORS[index], fontsize=7, va="center")
                 continue
-            label = name if place == 0 else None
+            label = f"{name}, {len(row.condition.seeds)} pairs" if place == 0 else None
             look = style(index) | {"markersize": 5, "linestyle": ""}
             forest.plot(row.estimate.interval(), [height] * 2, color=COLORS[index], linewidth=1.4)
             forest.plot(row.estimate.mean, height, label=label, **look)
     forest.set_yticks(range(len(rows)), rows)
     forest.set_ylim(len(rows) - 0.5, -0.5)
-    forest.set_xlabel("loss minus that of rms, nats (left: better); mean and 95 % interval")
+    forest.set_xlabel("validation loss minus that of rms, nats: left is better; 95 % intervals")
     forest.legend(fontsize=8, loc="lower right")
     bars.barh(range(len(worth)), worth.values(), color="0.5")
-    bars.set_yticks(range(len(worth)), worth)
+    bars.set_yticks(range(len(worth)), [textwrap.fill(choice, 22) for choice in worth])
     bars.invert_yaxis()
-    bars.set_xlabel("loss gained by it, nats (rms, wide)")
+    bars.set_title("Other choices, in the wide model", fontsize=10)
+    bars.set_xlabel("lower the validation loss by, nats")
     save(figure, target)
