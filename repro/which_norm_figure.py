@@ -29,7 +29,7 @@ def draw_card(
         1, 2, figsize=(12, 1.6 + 0.8 * len(rows)), width_ratios=[3, 2], layout="constrained"
     )
     forest.set_title("A norm instead of rms", fontsize=10)
-    forest.axvspan(-margin, margin, color="0.9", label="what 2 % more tokens bring")
+    forest.axvspan(-margin, margin, color="0.9", label="what 2 % more or fewer tokens change")
     forest.axvline(0, color="0.4", linewidth=1)
     for place, found in enumerate(rows.values()):
         for index, (name, row) in enumerate(zip(names, found, strict=True)):
@@ -50,5 +50,5 @@ def draw_card(
     bars.set_yticks(range(len(worth)), [textwrap.fill(choice, 22) for choice in worth])
     bars.invert_yaxis()
     bars.set_title("Other choices, in the wide model", fontsize=10)
-    bars.set_xlabel("lower the validation loss by, nats")
+    bars.set_xlabel("validation loss is lower by, nats")
     save(figure, target)
