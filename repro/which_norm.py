@@ -433,7 +433,7 @@ def worth() -> dict[str, float]:
     return {
         SCALE: min(by_std[0.02]) - min(by_std[chosen[1]]),
         OPTIMIZER: muon_for_adamw().mean,
-        "the best learning rate instead of half or double (mean)": float(
+        "the best learning rate instead of half or twice of it (mean of both)": float(
             np.mean(others) - np.mean(checked[chosen])
         ),
         f"{best} instead of rms": gains[best],

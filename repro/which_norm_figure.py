@@ -29,7 +29,7 @@ def draw_card(
         1, 2, figsize=(12, 1.6 + 0.8 * len(rows)), width_ratios=[3, 2], layout="constrained"
     )
     forest.set_title("A norm instead of rms", fontsize=10)
-    forest.axvspan(-margin, margin, color="0.9", label="what 2 % more or fewer tokens change")
+    forest.axvspan(-margin, margin, color="0.9", label="loss change by 2 % more or fewer tokens")
     forest.axvline(0, color="0.4", linewidth=1)
     for place, found in enumerate(rows.values()):
         for index, (name, row) in enumerate(zip(names, found, strict=True)):
@@ -45,7 +45,7 @@ def draw_card(
     forest.set_yticks(range(len(rows)), rows)
     forest.set_ylim(len(rows) - 0.5, -0.5)
     forest.set_xlabel("validation loss minus that of rms, nats: left is better; 95 % intervals")
-    forest.legend(fontsize=8, loc="lower right")
+    forest.legend(fontsize=8, loc="center right")
     bars.barh(range(len(worth)), worth.values(), color="0.5")
     bars.set_yticks(range(len(worth)), [textwrap.fill(choice, 22) for choice in worth])
     bars.invert_yaxis()
