@@ -433,7 +433,7 @@ def worth() -> dict[str, float]:
     return {
         SCALE: min(by_std[0.02]) - min(by_std[chosen[1]]),
         OPTIMIZER: muon_for_adamw().mean,
-        "the best learning rate instead of half or twice of it (mean of both)": float(
+        "the best learning rate, not half or twice that": float(
             np.mean(others) - np.mean(checked[chosen])
         ),
         f"{best} instead of rms": gains[best],
@@ -447,8 +447,8 @@ def worth() -> dict[str, float]:
 # that `better_arms` finds there, and what matters far more is worth that to `rms`.
 HEADLINE = (
     "Use RMSNorm before each sublayer. A small wide model did better with Peri-LN or one RMS "
-    "shared by all blocks, a small deep one with two variants of CoupledNorm. No norm was shown to "
-    "be better in both. Initial scale and optimiser matter far more."
+    "shared by all blocks, a deep one with either of two variants of CoupledNorm. None was shown "
+    "to be better in both. Initial scale and optimiser matter far more."
 )
 CALLED_BETTER = {
     WIDE: {"peri", "one-rms"},

@@ -232,7 +232,6 @@ def worth() -> dict[str, float]:
     return {
         "initial scale 0.08 instead of 0.02": by_std[0.02] - by_std[0.08],
         "Muon instead of AdamW": muon_for_adamw().mean(),
-        "the best learning rate instead of half or twice of it (mean of both)": (half + double) / 2
-        - here,
+        "the best learning rate, not half or twice that": (half + double) / 2 - here,
         "one-rms instead of rms": -paired("leads/verdict-W", "one-rms", LEADS).mean(),
     }
