@@ -12,6 +12,7 @@ folder with LayerNorms. That is the same function, because what they read is cen
 not keep it centred. So what is saved here has gains of shape (1, C), which no stock class takes.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -48,18 +49,39 @@ class Center:
         return (blocks - blocks.mean(-1, keepdim=True)).flatten(-2)
 
 
-def center_given(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    """Centre embeddings (..., C) that a caller gives, where the model's own are (a pre-hook)."""
-    for name in ("inputs_embeds", "decoder_inputs_embeds"):
-        x = kwargs.get(name)
-        if x is None:
-            continue
-        owner = model
-        if getattr(model.config, "is_encoder_decoder", False):
-            owner = model.get_decoder() if name.startswith("decoder") else model.get_encoder()
-        if is_centred(owner.get_input_embeddings()):
-            kwargs = kwargs | {name: x - x.mean(-1, keepdim=True)}
-    return args, kwargs
+class CenterGiven:
+    """Centre embeddings (..., C) that a caller gives, where the model's own are (a pre-hook).
+
+    Args:
+        part: the model, or a part that may be called by itself, whose hook this becomes.
+    """
+
+    def __init__(self, part: nn.Module):
+        self.names = list(inspect.signature(part.forward).parameters)
+
+    def __call__(
+        self, part: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        given = dict(zip(self.names, args)) | kwargs
+        for name in ("inputs_embeds", "decoder_inputs_embeds"):
+            x = given.get(name)
+            if x is None or not is_centred(self.embedding(part, name)):
+                continue
+            x = x - x.mean(-1, keepdim=True)
+            if name in kwargs:
+                kwargs = kwargs | {name: x}
+            else:
+                place = self.names.index(name)
+                args = (*args[:place], x, *args[place + 1 :])
+        return args, kwargs
+
+    def embedding(self, part: nn.Module, argument: str) -> nn.Module:
+        """Return the embedding of a part, for an argument."""
+        if argument == "decoder_inputs_embeds":
+            part = part.get_decoder()
+        elif "decoder_inputs_embeds" in self.names:
+            part = part.get_encoder()
+        return part.get_input_embeddings()
 
 
 def is_centred(embedding: nn.Module) -> bool:
@@ -81,8 +103,12 @@ class Folded:
             self.set_submodule(path, norm)
         for path, block in config.folded["centrings"].items():
             self.get_submodule(path).register_forward_hook(Center(block))
-        for entry in {self, self.base_model}:
-            entry.register_forward_pre_hook(center_given, with_kwargs=True)
+        parts = {self, self.base_model}
+        if not hasattr(config, "text_config"):  # else a part always gets embeddings
+            parts |= {self.get_encoder(), self.get_decoder()}
+        for part in parts:
+            if hasattr(part, "get_input_embeddings"):
+                part.register_forward_pre_hook(CenterGiven(part), with_kwargs=True)
 
     @classmethod
     def is_custom_code(cls) -> bool:

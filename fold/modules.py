@@ -6,6 +6,7 @@ its keys. Its values are right for the unfolded model, too, because a LayerNorm 
 rows of zero mean as an RMSNorm.
 """
 
+import inspect
 import math
 import warnings
 from collections.abc import Collection, Mapping
@@ -191,31 +192,55 @@ class CenterEmbedded:
 
     The LayerNorms of the model before did not see their mean: RMSNorms would. That makes them the
     same function again.
+
+    Args:
+        part: the model, or a part that may be called by itself, whose hook this becomes.
     """
 
+    def __init__(self, part: nn.Module):
+        self.names = list(inspect.signature(part.forward).parameters)
+
     def __call__(
-        self, model: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self, part: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
+        given = dict(zip(self.names, args)) | kwargs
         for name in EMBEDDED:
-            x = kwargs.get(name)
-            if x is not None and _is_centred_embedding(_embedding(model, name)):
-                kwargs = kwargs | {name: centered(x, -1, x.shape[-1])}
+            x = given.get(name)
+            if x is None or not _is_centred_embedding(self.embedding(part, name)):
+                continue
+            x = centered(x, -1, x.shape[-1])
+            if name in kwargs:
+                kwargs = kwargs | {name: x}
+            else:
+                place = self.names.index(name)
+                args = (*args[:place], x, *args[place + 1 :])
         return args, kwargs
+
+    def embedding(self, part: nn.Module, argument: str) -> nn.Module:
+        """Return the embedding of a part of a model of transformers, for an argument."""
+        if argument == "decoder_inputs_embeds":
+            part = part.get_decoder()
+        elif "decoder_inputs_embeds" in self.names:
+            part = part.get_encoder()
+        return part.get_input_embeddings()
+
+
+def parts_that_take_embeddings(model: nn.Module) -> set[nn.Module]:
+    """Return a model of transformers and those parts that are called by themselves, too.
+
+    generate(inputs_embeds=...) calls an encoder so. A language model behind another modality is
+    left out, for it always gets embeddings, and from the model itself.
+    """
+    parts = {model, getattr(model, "base_model", model)}
+    if hasattr(model, "get_decoder") and not hasattr(model.config, "text_config"):
+        parts |= {model.get_encoder(), model.get_decoder()}
+    return {part for part in parts if hasattr(part, "get_input_embeddings")}
 
 
 def _is_centred_embedding(embedding: nn.Module) -> bool:
     """Tell whether what an embedding returns is centred: its rows are, or a hook does it."""
     is_inserted = any(isinstance(hook, Center) for hook in embedding._forward_hooks.values())
     return is_inserted or is_centred(embedding.weight.detach())
-
-
-def _embedding(model: nn.Module, argument: str) -> nn.Module:
-    """Return the embedding of a model of transformers, for an argument."""
-    if argument == "decoder_inputs_embeds":
-        model = model.get_decoder()
-    elif getattr(model.config, "is_encoder_decoder", False):
-        model = model.get_encoder()
-    return model.get_input_embeddings()
 
 
 class CenteredWeight(nn.Module):
@@ -371,8 +396,8 @@ def swap_and_insert(plan: Plan, model: nn.Module) -> None:
     for insertion in plan.insertions:
         model.get_submodule(insertion.path).register_forward_hook(Center(insertion))
     if plan.swaps and hasattr(model, "get_input_embeddings"):
-        for entry in {model, getattr(model, "base_model", model)}:
-            entry.register_forward_pre_hook(CenterEmbedded(), with_kwargs=True)
+        for part in parts_that_take_embeddings(model):
+            part.register_forward_pre_hook(CenterEmbedded(part), with_kwargs=True)
 
 
 def _centered_once(weight: Tensor, gain: Tensor | None, axis: int, block: int) -> Tensor:

@@ -5,6 +5,7 @@ model, to them as well.
 """
 
 import hashlib
+import inspect
 import json
 import os
 from contextlib import nullcontext
@@ -232,6 +233,35 @@ def test_embeddings_given_by_hand(name, shape, argument, words, folder, tmp_path
     else:
         after = hub.load(out, check=True)
     close(run(after, x), run(before, x), 1e-5)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize(
+    ("name", "shape", "parts"),
+    [
+        ("OPTForCausalLM", OPT, ["model.decoder"]),
+        ("BartForConditionalGeneration", BART, ["model.encoder", "model.decoder"]),
+    ],
+)
+def test_embeddings_given_to_a_part_or_by_position(name, shape, parts, trust, folder, tmp_path):
+    """generate(inputs_embeds=...) calls an encoder by itself."""
+    source, out = folder(name, **shape), tmp_path / "out"
+    before = hub.load_pretrained(source)
+    convert.main([str(source), "--to=rms", f"--out={out}"])
+    after = hub.load(out)
+    if trust:
+        auto = hf.AutoModelForCausalLM if name == "OPTForCausalLM" else hf.AutoModelForSeq2SeqLM
+        after = auto.from_pretrained(out, trust_remote_code=True)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)) + 1
+    for path in parts:
+        models = [model.get_submodule(path) for model in (before, after)]
+        place = [*inspect.signature(models[0].forward).parameters].index("inputs_embeds")
+        with torch.no_grad():
+            named = [model(inputs_embeds=x)[0] for model in models]
+            by_position = [model(*[None] * place, x)[0] for model in models]
+        # After the final norm, which does not see the mean either
+        close(*named, 1e-5)
+        close(*by_position, 1e-5)
 
 
 def test_checks_are_saved(folder, tmp_path):
