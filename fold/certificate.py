@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -53,8 +53,6 @@ OWN_ERRORS = 4
 SEED = 5489
 LARGEST = 1 << 22  # numbers of an input with one axis more
 MOST_KEPT = 1 << 18  # numbers of an output that are compared, where there are dozens of outputs
-# A relative difference beyond this is no rounding: in float32, and in any type.
-LARGEST_ROUNDING = (2e-5, 0.1)
 SCALES = (0.01, 100.0)  # what inputs are multiplied by, for a check at other magnitudes
 
 Inputs = tuple | dict[str, Any]  # positional or keyword arguments of the model
@@ -272,11 +270,12 @@ def changed(
         change(new)
         return new
 
+    # Before the check, after which there is one more copy of the model in memory
+    uses = [*_not_read(model, inputs), *_other_outputs(model, change, inputs), *FOLDED_USES]
     new, certificate = certify(model, convert, inputs, what=what, sizes=True)
     if not certificate.ok:
         return model, replace(certificate, what=f"{type(model).__name__}: rolled back")
     if certificate.parameters:
-        uses = [*_other_outputs(model, new, inputs), *FOLDED_USES]
         certificate = replace(certificate, not_covered=uses)
     return new, replace(certificate, **told)
 
@@ -416,44 +415,82 @@ FOLDED_USES = (
 )
 
 
-def _other_outputs(before: nn.Module, after: nn.Module, inputs: Inputs) -> list[str]:
-    """Say what a model of transformers gives in other uses that the conversion has changed.
+class _Reads(TorchFunctionMode):
+    """Note which parameters a model's functions get."""
 
-    These are its base model, which AutoModel loads from the same folder, and hidden states.
+    def __init__(self):
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, nn.Parameter):
+                self.found.add(id(value))
+        return function(*args, **(kwargs or {}))
+
+
+def _not_read(model: nn.Module, inputs: Inputs) -> list[str]:
+    """Say which parameters the example does not use: nothing that reads them is checked."""
+    try:
+        with _Reads() as reads:
+            run(model, inputs, widen=False)
+    except Exception:  # it cannot be run, which is said where it is checked
+        return []
+    names = [name for name, one in model.named_parameters() if id(one) not in reads.found]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+    return [f"what the example does not run: it uses neither {names[0]}{more}"]
+
+
+def _other_outputs(
+    model: nn.Module, change: Callable[[nn.Module], None], inputs: Inputs
+) -> list[str]:
+    """Say what a model of transformers gives in other uses that the conversion changes.
+
+    These are its base model, which AutoModel loads from the same folder, and hidden states. They
+    are compared in float64, where a change is told from rounding.
     """
-    if not isinstance(inputs, dict) or not hasattr(before, "base_model_prefix"):
+    if not isinstance(inputs, dict) or not hasattr(model, "base_model_prefix"):
         return ["values inside it (attributes, what hooks see): they are those of changed weights"]
-    base = before.base_model
+    base = model.base_model
     takes = inspect.signature(base.forward).parameters
+    inputs = _double(inputs)
     base_inputs = {name: value for name, value in inputs.items() if name in takes}
-    cases = {
-        f"AutoModel of this folder ({type(base).__name__})": (
-            (base, after.base_model),
-            base_inputs,
-        ),
-        # AutoModel of a T5 returns the last of them, though it has no base model of its own.
-        "hidden states (output_hidden_states), and AutoModel where it returns one": (
-            (before, after),
-            inputs | {"output_hidden_states": True},
-        ),
-    }
-    types = {p.dtype for p in before.parameters() if p.is_floating_point()}
-    bound = LARGEST_ROUNDING[not types.isdisjoint((torch.bfloat16, torch.float16))]
+    hidden_inputs = inputs | {"output_hidden_states": True}
+    base_use = f"AutoModel of this folder ({type(base).__name__})"
+    # AutoModel of a T5 returns the last of them, though it has no base model of its own.
+    hidden_use = "hidden states (output_hidden_states), and AutoModel where it returns one"
+
+    def outputs(wide: nn.Module) -> dict[str, Any]:
+        return {
+            base_use: _output_or_error(wide.base_model, base_inputs),
+            hidden_use: _output_or_error(wide, hidden_inputs),
+        }
+
+    wide = widened(duplicate(model, wide=True))
+    before = outputs(wide)
+    change(wide)
+    after = outputs(wide)
     found = []
-    for use, (models, x) in cases.items():
-        try:
-            outputs = [run(model, x, widen=False) for model in models]
-            off = [
-                (name, difference)
-                for name, difference in _named_differences(*outputs)
-                if not difference < bound
-            ]
-        except Exception:  # a model that does not take these arguments
+    for use in before:
+        errors = [one for one in (before[use], after[use]) if isinstance(one, Exception)]
+        if errors:
+            found.append(f"{use}: not compared ({first_line(errors[0])})")
             continue
-        if off:
-            name, difference = max(off, key=lambda one: one[1])
+        differences = _named_differences(before[use], after[use])
+        name, difference = max(differences, key=itemgetter(1), default=("", 0.0))
+        if not difference <= TOLERANCE:
             found.append(f"{use}: {name} is another, off by a relative {difference:.1e}")
     return found
+
+
+def _output_or_error(model: nn.Module, inputs: Inputs) -> Any:
+    """Return a float64 model's output, or what its forward raises."""
+    try:
+        return run(model, inputs)
+    except Exception as error:  # it may raise anything
+        return error
 
 
 def _named_differences(before: Any, after: Any) -> Iterator[tuple[str, float]]:
