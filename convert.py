@@ -249,8 +249,13 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
         )
     # Folded norms are counted for gains alone.
     told = {"kl": mean_kl(model, after, tokens), "folded": None, "to": config.to}
+    if config.to == "rms":
+        told |= {"not_covered": ["hidden states between blocks: they are those of centred weights"]}
     if config.to == "weightless":
         told |= {"folded": len(folds), "refusals": left}
+        if any(target.name.startswith("lm_head.") for one in folds for target in one.targets):
+            use = "the last hidden state (AutoModel, output_hidden_states): the head has its gain"
+            told |= {"not_covered": [use]}
     return after, replace(certificate, **told)
 
 
@@ -481,7 +486,8 @@ def convert_ours(spec: str, config: ConvertConfig) -> tuple[Certificate, list[st
             f"{', '.join(f'{a:.4g}' for a in alpha)}"
         )
     if is_of_hub(spec):  # our own models have no adapters
-        certificate = replace(certificate, not_covered=[*FOLDED_USES])
+        uses = [*certificate.not_covered, *FOLDED_USES]
+        certificate = replace(certificate, not_covered=uses)
     if config.out:
         wrote = f"wrote {config.out}"
         told = with_source(certificate, spec)

@@ -358,12 +358,21 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
 
 
 def _reader_outside(model: nn.Module, fold: Fold) -> str:
-    """Say which linear outside of the base model of transformers would take over a gain, if any."""
+    """Say which linear outside of what AutoModel loads would take over a gain of that, if any.
+
+    That is the base model of transformers. A T5 has none: there only its head is outside.
+    """
     prefix = getattr(model, "base_model_prefix", "")
-    if not hasattr(model, prefix):
-        return ""  # it is the base model, or another module
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    of_head = () if head is None else tuple(map(id, head.parameters()))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for target in fold.targets:
-        if not target.name.startswith(f"{prefix}."):
+        if hasattr(model, prefix):
+            is_outside = not target.name.startswith(f"{prefix}.")
+            is_outside &= fold.affine.gain.startswith(f"{prefix}.")
+        else:
+            is_outside = id(parameters.get(target.name)) in of_head
+        if is_outside:
             return f"{target.name}, outside of the base model, reads what it multiplies"
     return ""
 

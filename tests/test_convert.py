@@ -356,6 +356,7 @@ def test_a_hugging_face_gpt2_becomes_rms_and_coupled(tmp_path, capsys):
     close(after(idx), theirs(idx).logits, 1e-5)
     convert.main([str(rms), "--to=coupled", "--inexact", f"--out={coupled}"])
     convert.main([str(coupled), "--to=weightless", f"--out={tmp_path / 'weightless'}"])
+    assert "not covered: the last hidden state (AutoModel" in capsys.readouterr().out
     close(load_model(str(tmp_path / "weightless"))(idx), load_model(str(coupled))(idx), 1e-5)
     for folder in (rms, coupled, tmp_path / "weightless"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)

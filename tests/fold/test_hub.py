@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers import close, shake
-from tiny_configs import ENCODER_DECODER, OPT, SIZE, WORDS
+from tiny_configs import ENCODER_DECODER, OPT, SIZE, T5, WORDS
 
 pytest.importorskip("transformers")
 from safetensors.torch import save_file
@@ -172,6 +172,19 @@ def test_the_base_model_of_a_weightless_folder(name, shape, base, words, folder,
     certificate = json.loads((out / "certificate.json").read_text())
     told = [use for use in certificate["not_covered"] if use.startswith("AutoModel of this")]
     assert bool(told) == differs and all(use in capsys.readouterr().out for use in told)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_final_gain_where_no_part_is_the_base_model(keep, folder):
+    """T5's decoder is a part of the model itself; BERT's last norm is a part of its head."""
+    t5 = hub.load_pretrained(folder("T5ForConditionalGeneration", **T5))
+    _, certificate = fold_gains(t5, hub.example_inputs(t5, 0), keep_final_gain=keep)
+    assert ("decoder.final_layer_norm.weight" in certificate.parameters) != keep
+    assert any("outside" in why for why in certificate.refusals.values()) == keep
+    assert any("AutoModel" in use for use in certificate.not_covered) != keep
+    bert = hub.load_pretrained(folder("BertForMaskedLM", **SIZE, **WORDS))
+    _, certificate = fold_gains(bert, hub.example_inputs(bert, 0), keep_final_gain=keep)
+    assert "cls.predictions.transform.LayerNorm.weight" in certificate.parameters
 
 
 def test_a_folder_says_what_it_was_made_of_and_for_what_not(folder, tmp_path, capsys):
