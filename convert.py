@@ -210,7 +210,8 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
         )
     if config.to in ("rescaled", "rotated"):
         raise ConfigError(
-            f"--to={config.to} is for models of transformers: write this one with --to=hf first"
+            f"--to={config.to} is for stock models of transformers: --to=hf writes a run of ours "
+            "as one where its norms are stock, too, and coupled ones are not"
         )
     tokens = random_tokens(model, config.seed)
     exact = True  # for any weights

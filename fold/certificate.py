@@ -328,10 +328,15 @@ def _run_in_float64(model: nn.Module, inputs: Inputs) -> Any:
     try:
         return run(model, inputs)
     except Exception as error:  # the model's forward may raise anything
+        remedy = (
+            "keep its tensors in parameters or buffers, and no module of its own in a function, "
+            "which would use that one in a copy"
+        )
+        if getattr(getattr(model, "config", None), "_experts_implementation", "") == "grouped_mm":
+            remedy = 'model.set_experts_implementation("batched_mm"), as hub.load_pretrained does'
         raise FoldError(
             f"{type(model).__name__} cannot be run in float64, as its check is "
-            f"({first_line(error)}): keep its tensors in parameters or buffers, and no "
-            "module of its own in a function, which would use that one in a copy"
+            f"({first_line(error)}): {remedy}"
         ) from error
 
 
@@ -463,10 +468,10 @@ def _other_outputs(
     hidden_use = "hidden states (output_hidden_states), and AutoModel where it returns one"
 
     def outputs(wide: nn.Module) -> dict[str, Any]:
-        return {
-            base_use: _output_or_error(wide.base_model, base_inputs),
-            hidden_use: _output_or_error(wide, hidden_inputs),
-        }
+        found = {base_use: _output_or_error(wide.base_model, base_inputs)}
+        with _outputs_of_parts(wide) as parts:
+            found[hidden_use] = _output_or_error(wide, hidden_inputs)
+        return parts | found
 
     wide = widened(duplicate(model, wide=True))
     before = outputs(wide)
@@ -483,6 +488,31 @@ def _other_outputs(
         if not difference <= TOLERANCE:
             found.append(f"{use}: {name} is another, off by a relative {difference:.1e}")
     return found
+
+
+@contextmanager
+def _outputs_of_parts(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Keep what parts of a model of transformers return that other classes load by themselves.
+
+    Yields:
+        A dictionary that is filled: a part's class and path -> its output at its latest call.
+    """
+    outputs: dict[str, Any] = {}
+    hooks = []
+    for path, part in model.named_modules():
+        if path and part is not model.base_model and hasattr(part, "base_model_prefix"):
+            use = f"{type(part).__name__} ({path}) by itself"
+
+            def keep(module: nn.Module, args: tuple, output: Any, use: str = use) -> None:
+                # A copy of the container: CLIP puts what it projects into it later.
+                outputs[use] = tree_map(lambda x: x, output)
+
+            hooks.append(part.register_forward_hook(keep))
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _output_or_error(model: nn.Module, inputs: Inputs) -> Any:

@@ -358,22 +358,17 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
 
 
 def _reader_outside(model: nn.Module, fold: Fold) -> str:
-    """Say which linear outside of what AutoModel loads would take over a gain of that, if any.
+    """Say which linear outside of a part that has a norm would take over its gain, if any.
 
-    That is the base model of transformers. A T5 has none: there only its head is outside.
+    Parts are those that transformers also loads by themselves: the base model, a decoder, a tower.
     """
-    prefix = getattr(model, "base_model_prefix", "")
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    of_head = () if head is None else tuple(map(id, head.parameters()))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for target in fold.targets:
-        if hasattr(model, prefix):
-            is_outside = not target.name.startswith(f"{prefix}.")
-            is_outside &= fold.affine.gain.startswith(f"{prefix}.")
-        else:
-            is_outside = id(parameters.get(target.name)) in of_head
-        if is_outside:
-            return f"{target.name}, outside of the base model, reads what it multiplies"
+    for path, part in model.named_modules():
+        if not path or not hasattr(part, "base_model_prefix"):
+            continue
+        for target in fold.targets:
+            within = target.name.startswith(f"{path}.")
+            if fold.affine.gain.startswith(f"{path}.") and not within:
+                return f"{target.name}, outside of {path}, reads what it multiplies"
     return ""
 
 

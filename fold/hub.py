@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .certificate import Certificate, first_line, run, touched
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, set_check, swap_and_insert
@@ -138,6 +138,9 @@ def _write(model: nn.Module, folder: Path, certificate: Certificate | None, sour
         model.config.converted_from = hub.converted_from(told)
         if certificate.to in ("weightless", "rotated") or hasattr(model.config, "weightless_norms"):
             model.config.weightless_norms = model.config.converted_from["certificate"]
+    else:  # what they say is about a certificate that this folder does not have
+        for name in ("converted_from", "weightless_norms"):
+            vars(model.config).pop(name, None)
     model.save_pretrained(folder)
     companions = hub.companions(hub.model_folder(source)) if source else ()
     # A tokenizer and the like, where save_pretrained has not written the file itself
@@ -173,8 +176,7 @@ def _point_to_code(model: nn.Module, swaps: list[Swap], insertions: list[Inserti
         if mapping is not None and mapping.get(type(config), None) is type(model)
     ]
     if not (swaps and is_plain and names):
-        if vars(config).pop("folded", None):
-            del config.auto_map  # of a fold before this one
+        _forget_code(config)  # of a fold before this one
         return False
     config.folded = {
         "norms": {swap.path: swap.eps for swap in swaps},
@@ -183,6 +185,12 @@ def _point_to_code(model: nn.Module, swaps: list[Swap], insertions: list[Inserti
     }
     config.auto_map = {each: f"{CODE}.{type(model).__name__}" for each in names}
     return True
+
+
+def _forget_code(config: Any) -> None:
+    """Take out of a config what says how modeling_folded.py makes its model."""
+    if vars(config).pop("folded", None):
+        del config.auto_map
 
 
 def with_source(certificate: Certificate, source: str) -> bytes:
@@ -200,11 +208,18 @@ def _difference_to(model: nn.Module, folder: Path, inputs: dict[str, Any] | None
         again = load_as_saved(folder)
     except UserError as error:
         return str(error)
+    device = next((parameter.device for parameter in model.parameters()), "cpu")
+    again.to(device)
+    for kind in ("attn", "experts"):  # each implementation rounds in its own way
+        chosen = getattr(model.config, f"_{kind}_implementation", None)
+        if chosen is not None:
+            getattr(again, f"set_{kind}_implementation")(chosen)
     names = touched(model, again)
     if names:
         return f"{names[0]} differs"
     was_training = model.training
     inputs = example_inputs(model, seed=0) if inputs is None else inputs
+    inputs = tree_map_only(Tensor, lambda x: x.to(device), inputs)
     outputs = [tree_leaves(run(one.eval(), inputs, widen=False)) for one in (model, again)]
     model.train(was_training)
     pairs = zip(*outputs, strict=True)
@@ -253,6 +268,8 @@ def load(spec: str | Path, check: bool | None = None) -> nn.Module:
             f"{spec}: {RECIPE} is damaged, or of another version ({error}): convert the model again"
         ) from None
     model = load_pretrained(spec)
+    # `save` writes it again with the code. Without the code save_pretrained could not be read.
+    _forget_code(model.config)
     swap_and_insert(Plan(swaps=swaps, insertions=insertions), model)
     set_check(model, was_checked if check is None else check)
     return model
@@ -307,7 +324,10 @@ def no_cache(model: nn.Module) -> dict[str, bool]:
     parameters = forward_parameters(model)
     # A forward may take it with what it hands on.
     takes_more = any(one.kind == one.VAR_KEYWORD for one in parameters)
-    has_cache = getattr(getattr(model, "config", None), "use_cache", False)
+    config = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    has_cache = getattr(config, "use_cache", False)
     is_taken = any(one.name == "use_cache" for one in parameters) or (takes_more and has_cache)
     return {"use_cache": False} if is_taken else {}
 

@@ -155,7 +155,8 @@ def difference(a, b):
     "The largest, relative to the largest number; infinite for other shapes and tokens."
     if a.shape != b.shape or not a.is_floating_point():
         return 0.0 if torch.equal(a, b) else float("inf")
-    return float((a - b).abs().max() / a.abs().max())
+    largest = float((a - b).abs().max() / a.abs().max())
+    return largest if largest == largest else float("inf")  # max() would drop a NaN
 
 
 @torch.no_grad()

@@ -97,6 +97,30 @@ def test_what_is_written_is_the_folded_model(
     assert torch.equal(run(hub.load(tmp_path / "again"), x), run(after, x))
 
 
+def test_what_is_saved_again_says_no_more_than_is_there(folder, tmp_path):
+    """No certificate of the folder before, and no code that save_pretrained does not write."""
+    source = folder("OPTForCausalLM", **OPT)
+    for to in ("rms", "weightless"):
+        convert.main([str(source), f"--to={to}", f"--out={tmp_path / to}"])
+        model = hub.load_as_saved(tmp_path / to)
+        hub.save(model, tmp_path / to / "again")
+        config = json.loads((tmp_path / to / "again" / "config.json").read_text())
+        assert not config.keys() & {"converted_from", "weightless_norms"}
+        assert ("folded" in config) == ("auto_map" in config) == (to == "rms")
+    model = hub.load(tmp_path / "rms")
+    model.save_pretrained(tmp_path / "plain")
+    plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", trust_remote_code=True)
+    x = hub.example_inputs(model, seed=5)
+    close(run(plain, x), run(model, x), 1e-5)
+
+
+def test_a_model_is_saved_with_the_attention_that_it_has(folder, tmp_path):
+    model = hub.load_pretrained(folder("LlamaForCausalLM", **LLAMA))
+    model.set_attn_implementation("eager")
+    after, certificate = fold_gains(model, hub.example_inputs(model, 0))
+    hub.save(after, tmp_path / "out", certificate)
+
+
 def test_who_saves_a_trained_model_is_warned(folder, tmp_path):
     """Transformers alone would read it, without a word, as another function."""
     source, out = folder("OPTForCausalLM", **OPT), tmp_path / "out"
@@ -185,6 +209,18 @@ def test_the_final_gain_where_no_part_is_the_base_model(keep, folder):
     bert = hub.load_pretrained(folder("BertForMaskedLM", **SIZE, **WORDS))
     _, certificate = fold_gains(bert, hub.example_inputs(bert, 0), keep_final_gain=keep)
     assert "cls.predictions.transform.LayerNorm.weight" in certificate.parameters
+
+
+def test_a_part_that_another_class_loads(folder):
+    """CLIPVisionModel loads the tower alone, without the projection that gets the norm's gain."""
+    keys = dict(text_config=dict(max_position_embeddings=16, **SIZE, **WORDS), projection_dim=8)
+    clip = hub.load_pretrained(folder("CLIPModel", vision_config=CLIP_VISION, **keys))
+    x = hub.example_inputs(clip, 0)
+    _, certificate = fold_gains(clip, x)
+    assert any("CLIPVisionModel (vision_model)" in use for use in certificate.not_covered)
+    _, certificate = fold_gains(clip, x, keep_final_gain=True)
+    assert not any("vision_model" in use for use in certificate.not_covered)
+    assert "vision_model.post_layernorm.weight" in certificate.refusals
 
 
 def test_a_folder_says_what_it_was_made_of_and_for_what_not(folder, tmp_path, capsys):
@@ -294,6 +330,10 @@ def test_checks_are_saved(folder, tmp_path):
 def test_experts_take_gains_over(folder, tmp_path):
     """Of a mixture of experts, whose product of groups has no float64."""
     source = folder("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2, **LLAMA)
+    grouped = hf.MixtralForCausalLM.from_pretrained(source).eval()
+    grouped.set_experts_implementation("grouped_mm")
+    with pytest.raises(FoldError, match="batched_mm"):
+        fold_gains(grouped, hub.example_inputs(grouped, 0))
     convert.main([str(source), "--to=weightless", f"--out={tmp_path / 'out'}"])
     before, after = (hf.MixtralForCausalLM.from_pretrained(at) for at in (source, tmp_path / "out"))
     gains = [norm.weight for name, norm in after.named_modules() if name.endswith("norm")]
