@@ -316,17 +316,11 @@ class NormPlan:
         """Raise ConfigError for letters, or numbers for each letter, that do not fit the model."""
         config = self.config
         positions = 2 * self.n_layer + 1
-        sections = (
-            ("", self.letters, positions, self.type.allowed_letters),
-            (" of the outputs", self.outputs, positions - 1, self.type.outputs + NONE),
-            (" of the embedding", self.embedding, 1, self.type.embeddings + NONE),
-        )
-        for what, letters, count, allowed in sections:
-            if len(letters) != count or not set(letters) <= set(allowed):
-                raise ConfigError(
-                    f"norm_plan {config.norm_plan[:SHOWN]!r}: {self.n_layer} blocks of norm_type="
-                    f"{config.norm_type} need {count} letters{what}, each one of {allowed}"
-                )
+        self._check_letters("", self.letters, positions, self.type.allowed_letters)
+        outputs = self.type.outputs + NONE
+        self._check_letters(" of the outputs", self.outputs, positions - 1, outputs)
+        embeddings = self.type.embeddings + NONE
+        self._check_letters(" of the embedding", self.embedding, 1, embeddings)
         for index, letter in enumerate(self.letters):
             source = SOURCES.get(letter)
             # The letter before, all s (or h) left out, must be R (or H): it computes a statistic.
@@ -364,6 +358,14 @@ class NormPlan:
                     f"{name} needs one number or {' or '.join(map(str, allowed))}: {values}"
                 )
 
+    def _check_letters(self, what: str, letters: str, count: int, allowed: str) -> None:
+        """Raise ConfigError unless a section of the plan has `count` letters of `allowed`."""
+        if len(letters) != count or not set(letters) <= set(allowed):
+            raise ConfigError(
+                f"norm_plan {self.config.norm_plan[:SHOWN]!r}: {self.n_layer} blocks of norm_type="
+                f"{self.config.norm_type} need {count} letters{what}, each one of {allowed}"
+            )
+
     @property
     def adds_plainly(self) -> bool:
         """Is delta added as it is at every position: no output norm, no replaced stream?"""
@@ -397,7 +399,7 @@ class NormPlan:
     def embedding_norm(self) -> Place | None:
         """Return what the embeddings go through before the first block, or None."""
         norm = self._norm(self.embedding, 4 * self.n_layer + 1)
-        if norm is None and self.config.recipe.learned_scale:
+        if self.has_learned_scale:
             norm = LearnedScale(self.channels, math.sqrt(self.channels))
         return None if norm is None else Place(norm)
 
@@ -441,6 +443,16 @@ class NormPlan:
         """Do norms have biases, where their formula has one?"""
         return self.bias or self.config.recipe.has_bias
 
+    @property
+    def rms_has_bias(self) -> bool:
+        """Has R a bias? By default RMSNorm has none. In cbwc it stands for LayerNorm."""
+        return self.has_bias and (self.config.rms_bias or self.type.rms_has_bias)
+
+    @property
+    def has_learned_scale(self) -> bool:
+        """Are the embeddings multiplied by a learned number, as they have no norm?"""
+        return self.embedding == NONE and self.config.recipe.learned_scale
+
     def residual_weight(self, index: int) -> float:
         """Return the weight of the stream in the sum of place `index`, which is P or B."""
         if self.type.first_border_is_plain and index == 2:
@@ -469,10 +481,7 @@ class NormPlan:
         sections = [self.letters, self.outputs, self.embedding]
         while len(sections) > 1 and set(sections[-1]) <= {NONE}:
             sections.pop()
-        pairs = (
-            " ".join(letters[i : i + 2] for i in range(0, len(letters), 2)) for letters in sections
-        )
-        return " | ".join(pairs)
+        return " | ".join(map(_in_pairs, sections))
 
     def notes(self, at_start: bool = True) -> list[str]:
         """Return what belongs to the layout and is not in the letters, a phrase each.
@@ -516,13 +525,18 @@ class NormPlan:
             said.append("weight decay on gains")
         if config.taper_final and not config.taper_anchor:
             said.append("logits may grow: no taper_anchor")
-        if recipe.learned_scale:
+        if self.has_learned_scale:
             said.append(f"embeddings times a learned {math.sqrt(self.channels):.4g}")
         if at_start:
             for part, factor in recipe.init_factors(self.n_layer).items():
                 if not math.isclose(factor, 1):
                     said.append(f"initial {part} {factor:.4g} times the common")
         return said
+
+
+def _in_pairs(letters: str) -> str:
+    """Write a section of a plan with blanks between blocks: RRRsR as RR Rs R."""
+    return " ".join(letters[i : i + 2] for i in range(0, len(letters), 2))
 
 
 def _listed(numbers: Iterable[float]) -> str:
@@ -537,10 +551,9 @@ def build_layer(plan: NormPlan, number: int) -> Norm:
 
 
 def build_rms(plan: NormPlan, number: int) -> Norm:
-    # RMSNorm has no bias by default. In cbwc it stands for LayerNorm, bias included.
     config = plan.config
     return RMSNorm(
-        bias=plan.has_bias and (config.rms_bias or plan.type.rms_has_bias),
+        bias=plan.rms_has_bias,
         fraction=config.rms_fraction,
         groups=config.norm_groups,
         **plan.common(number),

@@ -22,7 +22,7 @@ from training.choices import with_vocabulary
 from training.config import TrainConfig
 from training.dataloader import Blocks
 
-from .places import EMBEDDINGS, place_names
+from .places import EMBEDDINGS, as_it_was, place_names
 
 OUTPUT = " output"  # ends the name of an output norm
 SEQUENCES, TOKENS = 4, 128  # of the batch, at most
@@ -128,9 +128,12 @@ def noting(name: str, rms: dict[str, float]):
     """Return a forward hook of a place that notes the RMS of its norms' outputs in `rms`."""
 
     def note(place: Place, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        y, h, _ = outputs
-        if place.output is not None and not place.replaces:
-            rms[name + OUTPUT] = size_of(h - inputs[0])  # it may be one kernel with the sum
+        y, _, _ = outputs
+        if place.output is not None:
+            # Once more, because in the pass it may have been part of a function that adds.
+            with as_it_was(place.output):
+                normed, _ = place.output(inputs[1])
+            rms[name + OUTPUT] = size_of(normed)
         if not isinstance(place.reader or place.norm, NoNorm):
             rms[name] = size_of(y)
 
