@@ -46,6 +46,7 @@ from configurator import check_ranges, key
 from kernels import MODES
 from norm_types import (
     COMMON,
+    INIT_PARTS,
     NONE,
     NORM_TYPES,
     REPLACING,
@@ -94,7 +95,10 @@ class NormConfig:
         ("plain", "one_plus", "none"),
     )
     initial_gain: float | tuple[float, ...] = key(
-        1.0, "gains at the start: one number, 2L+1 (input norms) or 4L+2 (all)", least=0, most=1e6
+        1.0,
+        "gains at the start: one number or 2L+1, of the input norms, or 4L+2 (all)",
+        least=0,
+        most=1e6,
     )
     paired_gains: float = key(
         0.0, "a: gains of a block start at 1 - a s and 1 + a s, s random signs", least=0, most=1.0
@@ -307,6 +311,7 @@ class NormPlan:
             )
         inputs, _, rest = text.replace(" ", "").partition("|")
         outputs, _, embedding = rest.partition("|")
+        self.text = text
         self.letters = inputs  # 2L + 1 letters
         self.outputs = outputs or NONE * 2 * n_layer  # 2L letters
         self.embedding = embedding or NONE  # one letter
@@ -343,12 +348,8 @@ class NormPlan:
                 f"residual_weight={config.residual_weight:g} acts where a norm replaces the stream "
                 f"({' and '.join(REPLACING)}), and norm_plan {self} has none: leave it out"
             )
-        weight = self.type.residual_weight(self.n_layer)
-        if self.type.source and weight != 1 and set(REPLACING).isdisjoint(self.letters):
-            raise ConfigError(
-                f"norm type {config.norm_type}: its residual_weight acts where a norm replaces the "
-                f"stream ({' and '.join(REPLACING)}), and its plan {self} has none: leave it out"
-            )
+        if self.type.source:
+            self._check_row()
         # Of initial_gain one for each letter of the plan may be given too.
         counts = {"coupled_alpha": (positions,), "initial_gain": (positions, 2 * positions)}
         for name, allowed in counts.items():
@@ -358,11 +359,28 @@ class NormPlan:
                     f"{name} needs one number or {' or '.join(map(str, allowed))}: {values}"
                 )
 
+    def _check_row(self) -> None:
+        """Raise ConfigError for what the row of a norm file says and no module reads."""
+        where = f"norm type {self.config.norm_type}"
+        weight = self.type.residual_weight(self.n_layer)
+        is_own_plan = not self.config.norm_plan
+        if is_own_plan and weight != 1 and set(REPLACING).isdisjoint(self.letters):
+            raise ConfigError(
+                f"{where}: its residual_weight acts where a norm replaces the stream "
+                f"({' and '.join(REPLACING)}), and its plan {self} has none: leave it out"
+            )
+        parts = self.config.recipe.init_factors(self.n_layer).keys()
+        if unknown := sorted(parts - set(INIT_PARTS)):
+            raise ConfigError(
+                f"{where}: its init_factors name {', '.join(unknown)}, and the parts of a block "
+                f"are {', '.join(INIT_PARTS)}: correct the norm file"
+            )
+
     def _check_letters(self, what: str, letters: str, count: int, allowed: str) -> None:
         """Raise ConfigError unless a section of the plan has `count` letters of `allowed`."""
         if len(letters) != count or not set(letters) <= set(allowed):
             raise ConfigError(
-                f"norm_plan {self.config.norm_plan[:SHOWN]!r}: {self.n_layer} blocks of norm_type="
+                f"norm_plan {self.text[:SHOWN]!r}: {self.n_layer} blocks of norm_type="
                 f"{self.config.norm_type} need {count} letters{what}, each one of {allowed}"
             )
 
