@@ -433,6 +433,16 @@ def test_one_gain_is_not_set_for_single_places(arm, tiny_data):
     assert matched_gain([], config) is None
 
 
+@pytest.mark.parametrize(("plan", "matched"), [("IRRRMMMMR", None), ("IRRRMMMMM", 0.8)])
+def test_no_gain_is_set_between_two_halves_of_a_plan(arm, tiny_data, plan, matched):
+    """R starts as the baseline, M 1.25 times as large. At 0.89 neither would start as it does."""
+    config, _ = arm(SOUND["MeanAbs"], "MeanAbs", norm_plan=plan, n_layer=4)
+    found = starts(config, config_of(tiny_data, norm_type="rms", n_layer=4))
+    assert len(found) == 8
+    gain = matched_gain(found, config)
+    assert gain is None if matched is None else gain == pytest.approx(matched, rel=0.02)
+
+
 def test_output_norms_and_that_of_the_embeddings_have_a_scale(tiny_data):
     """Also where they are one kernel with the sum; a place without a norm has none."""
     found = starts(*(config_of(tiny_data, norm_type=name) for name in ("peri", "peri")))
