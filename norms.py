@@ -85,7 +85,8 @@ class Norm(nn.Module):
     norms.inverse_rms(h, eps), which is 1 / RMS(h) (..., 1) in that type; norms.whole(parameter),
     the whole tensor under FSDP (all ranks must call it). A statistic that runs over steps is a
     taper.StepMean. A parameter that a phase does not use goes through taper.keep_in_graph, because
-    DDP waits for its gradient. A layout is a norm_types.NormType.
+    DDP waits for its gradient. A layout is a norm_types.NormType. At P and B of a plan the norm is
+    RMSNorm or LayerNorm, never one of a file.
 
     Rules: A learned scalar is (1,), because FSDP refuses (). What __init__ draws is the same for
     every seed; linears are drawn anew from the seed, as those of the model are. forward must be one
