@@ -38,10 +38,10 @@ def _launchers(settings: Settings) -> ModuleType:
 
 def _save(ctx, inputs: Inputs, settings: Settings, outputs: Outputs) -> None:
     """Save what backward reads, and the types in which x and a get their gradients."""
-    # An output that nothing has used has the gradient None then, not zeros. The kernel skips it.
+    # If nothing has used an output, its gradient is then None and not zeros: the kernel skips it.
     ctx.set_materialize_grads(False)
-    # No gradient goes through a statistic, but through RMSNorm's inv: a later position may share
-    # it, and sends one back with coupled_grad=full.
+    # No gradient goes through statistics. RMSNorm's inv is the exception: a later position may
+    # share it, and sends a gradient back with coupled_grad=full.
     constants = [outputs.mean, outputs.inv_out]
     if settings.kind != "rms":
         constants.append(outputs.inv)
@@ -74,12 +74,13 @@ def _gradients(ctx, of_outputs: Outputs, launch: Backward) -> Inputs:
 
     Args:
         of_outputs: None for an output that nothing has used.
-        launch: starts the backward kernel; in eager mode as it is, else as an operator.
+        launch: starts the backward kernel: _launch_backward, or under torch.compile
+            _launch_backward_compiled.
     """
     saved = Saved(*ctx.saved_tensors)
     settings = ctx.settings
     upstream = Upstream(dy=of_outputs.y, dh=of_outputs.h, ds=of_outputs.inv)
-    # Within backward this is on with create_graph=True alone.
+    # In backward, gradients are recorded if it was called with create_graph=True, and not else.
     is_differentiated_again = torch.is_grad_enabled()
     has_ds_alone = upstream.dy is None and upstream.ds is not None
     if is_differentiated_again or has_ds_alone:
@@ -107,7 +108,7 @@ def _gradients(ctx, of_outputs: Outputs, launch: Backward) -> Inputs:
 def _by_kernels(
     upstream: Upstream, saved: Saved, settings: Settings, wants_gains: bool, launch: Backward
 ) -> Gradients:
-    """Compute the gradients of the norm by one launch, and those of the output norm with it.
+    """Compute the gradients by one launch, those of the output norm with it if there is one.
 
     The output norm takes a launch of its own in rows that are too long for one tile, and where y
     was not used.
@@ -149,7 +150,8 @@ def _by_reference(upstream: Upstream, saved: Saved, settings: Settings) -> Gradi
     These have gradients themselves where backward is differentiated.
     """
     if not torch.is_grad_enabled():
-        # Tensors of a graph of their own. Else they stay in the graph that is differentiated again.
+        # Then they begin a graph of their own. Else they stay in the one that is differentiated
+        # again.
         saved = Saved(*[_as_leaf(tensor) for tensor in saved])
     h = saved.x
     inputs = Inputs(

@@ -78,8 +78,8 @@ class Upstream(NamedTuple):
 class Gradients(NamedTuple):
     """Gradients of inputs; None also where none is wanted."""
 
-    x: Tensor | None = None
-    a: Tensor | None = None
+    x: Tensor | None = None  # of the norm's input: of h where the operator adds
+    a: Tensor | None = None  # of the output norm's input
     w: Tensor | None = None
     b: Tensor | None = None
     w_out: Tensor | None = None
