@@ -41,6 +41,15 @@ WIDE_ATTENTION = 192
 WIDE_ATTENTION_NARROW = 512
 
 
+class Llama3(NamedTuple):
+    """The numbers of rope_scaling for llama3."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: float
+
+
 class Yarn(NamedTuple):
     """The numbers of rope_scaling for yarn."""
 
@@ -53,7 +62,7 @@ class Yarn(NamedTuple):
 
 # rope_scaling_kind -> what the numbers of rope_scaling are
 ROPE_SCALINGS = {
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_length"),
+    "llama3": Llama3._fields,
     "linear": ("factor",),
     "yarn": Yarn._fields,
 }
@@ -154,8 +163,9 @@ class GPTConfig(NormConfig):
             )
         # A window without local blocks, and local blocks without a window, would do nothing.
         has_local = "l" in self.local_blocks and set(self.local_blocks) <= set("lg")
-        is_plain = not (self.local_blocks or self.local_rope_theta)
-        if not (has_local if self.window else is_plain):
+        lacks_blocks = self.window and not has_local
+        lacks_window = not self.window and (self.local_blocks or self.local_rope_theta)
+        if lacks_blocks or lacks_window:
             raise ConfigError(
                 f"window={self.window}, local_blocks={self.local_blocks!r}, local_rope_theta="
                 f"{self.local_rope_theta}: a window needs letters l (local) and g (global), e.g. "
@@ -254,7 +264,9 @@ def rope_frequency(config: GPTConfig, local: bool) -> Tensor:
     """
     channels = config.head_channels
     exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
-    theta = (local and config.local_rope_theta) or config.rope_theta
+    theta = config.rope_theta
+    if local and config.local_rope_theta:
+        theta = config.local_rope_theta
     frequency = 1 / theta**exponent  # (head_dim / 2,)
     if local or not config.rope_scaling:
         return frequency
@@ -265,10 +277,11 @@ def rope_frequency(config: GPTConfig, local: bool) -> Tensor:
     if config.rope_scaling_kind == "llama3":
         # Long wavelengths are stretched by `factor`, short ones are kept, and those between are a
         # mixture of both.
-        factor, low, high, original = config.rope_scaling
-        turns = original / (2 * math.pi / frequency)  # full turns within the original context
+        llama = Llama3(*config.rope_scaling)
+        low, high = llama.low_freq_factor, llama.high_freq_factor
+        turns = llama.original_length / (2 * math.pi / frequency)  # within the original context
         keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - keep) * frequency / factor + keep * frequency
+        return (1 - keep) * frequency / llama.factor + keep * frequency
 
     # YaRN (Peng et al. 2023, section 3.2): the same three ranges. Pairs of more than beta_fast
     # turns are kept, those of less than beta_slow stretched. As in the authors' code, the mixture
@@ -708,8 +721,13 @@ class GPT(nn.Module):
         if (step - 1) % interval == 0:
             for block in self.blocks:
                 block.norm1.norm.expect(block.attn, self.config.block_size)
-        places = [*self.places()] if self.norm_e is None else [self.norm_e, *self.places()]
-        return [pair for place in places for pair in place.set_step(step, max_iters)]
+        places = list(self.places())
+        if self.norm_e is not None:
+            places.insert(0, self.norm_e)
+        handovers = []
+        for place in places:
+            handovers += place.set_step(step, max_iters)
+        return handovers
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None

@@ -11,12 +11,13 @@ The docstring of norms.Norm says what a norm may use. The file runs only because
 command named it (common/norm_file.py), and it is read once. Its folder is not on sys.path.
 """
 
+import contextlib
 import linecache
 import re
 import string
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import ModuleType
 
@@ -25,11 +26,14 @@ import torch
 from common.errors import ConfigError, UserError
 from common.norm_file import PIN, NormFile, default_norm_file, split_norm_file
 from norm_plan import NORMS, NormPlan
-from norm_types import NONE, NORM_TYPES, NormType, uniform
+from norm_types import COMMON, NONE, NORM_TYPES, NormType, Recipe, uniform
 from norms import Norm
 
 # Beside the norm's own letter: norms of the house that a plan may have at other places
 OTHERS = "RL"
+# Letters of the house that may be norms of outputs and of the embeddings, too. The others need what
+# only the sum at a place has.
+ANYWHERE = "RLGV" + NONE
 
 
 def take_norm_file(argv: list[str]) -> list[str]:
@@ -69,9 +73,35 @@ def add_norms(file: NormFile) -> None:
         check_row(name, row, letters, known_keys, file)
     # Only now, so that a file that is refused has added nothing.
     NORMS.update((letter, builder(kind, file)) for letter, kind in letters.items())
-    NORM_TYPES.update(
-        (name, replace(row, keys=(*row.keys, PIN), source=file)) for name, row in rows.items()
+    NORM_TYPES.update((name, of_file(name, row, file)) for name, row in rows.items())
+
+
+def of_file(name: str, row: NormType, file: NormFile) -> NormType:
+    """Return a row with its source. Errors of its functions are lines that name the file."""
+    recipe = row.recipe
+    if recipe is not COMMON:
+        told = telling(recipe.init_factors, f"the init_factors of norm type {name!r}", file)
+        recipe = replace(recipe, init_factors=told)
+    return replace(
+        row,
+        default_plan=telling(row.default_plan, f"the plan of norm type {name!r}", file),
+        residual_weight=telling(
+            row.residual_weight, f"the residual_weight of norm type {name!r}", file
+        ),
+        recipe=recipe,
+        keys=(*row.keys, PIN),
+        source=file,
     )
+
+
+def telling(function: Callable, what: str, file: NormFile) -> Callable:
+    """Return a function of a norm file that raises ConfigError for any error in it."""
+
+    def call(*args):
+        with told_in_a_line(file, f"{what}: "):
+            return function(*args)
+
+    return call
 
 
 def run_file(file: NormFile) -> ModuleType:
@@ -83,16 +113,24 @@ def run_file(file: NormFile) -> ModuleType:
     # A traceback shows the lines that run, also where the file has changed since.
     text = file.content.decode(errors="replace")
     linecache.cache[file.path] = (len(text), None, text.splitlines(keepends=True), file.path)
-    try:
+    with told_in_a_line(file):
         exec(compile(file.content, file.path, "exec", dont_inherit=True), vars(module))
+    return module
+
+
+@contextlib.contextmanager
+def told_in_a_line(
+    file: NormFile, what: str = "", remedy: str = "correct the norm file"
+) -> Iterator[None]:
+    """Raise ConfigError, with the line of the file, for any exception of its code."""
+    try:
+        yield
     except UserError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{file.path}:{line_of(error, file)}: {type(error).__name__}: {error}: correct the "
-            "norm file"
+            f"{file.path}:{line_of(error, file)}: {what}{type(error).__name__}: {error}: {remedy}"
         ) from None
-    return module
 
 
 def line_of(error: Exception, file: NormFile) -> int | str:
@@ -164,6 +202,23 @@ def check_row(
         raise ConfigError(
             f"{where}: its plan must be a function of (config, n_layer) that returns text"
         )
+    if not callable(row.residual_weight):
+        raise ConfigError(
+            f"{where}: its residual_weight must be a function of n_layer, such as "
+            "lambda n_layer: 2.0"
+        )
+    if not isinstance(row.recipe, Recipe) or not callable(row.recipe.init_factors):
+        raise ConfigError(
+            f"{where}: its recipe must be a norm_types.Recipe, and the init_factors of that a "
+            "function of n_layer that returns {part: factor}"
+        )
+    if isinstance(row.keys, str):
+        raise ConfigError(f"{where}: its keys must be a tuple: ({row.keys!r},)")
+    if wrong := sorted(set(row.outputs + row.embeddings) - set(ANYWHERE) - letters.keys()):
+        raise ConfigError(
+            f"{where} has {', '.join(wrong)} as a norm of outputs or of the embeddings: these are "
+            f"norms of the file, or one of {', '.join(ANYWHERE)}"
+        )
     used = set(row.allowed_letters + row.outputs + row.embeddings)
     if unknown := sorted(used - NORMS.keys() - letters.keys()):
         raise ConfigError(f"{where} has letters of no norm, {''.join(unknown)}: remove them")
@@ -180,14 +235,8 @@ def builder(kind: type[Norm], file: NormFile) -> Callable[[NormPlan, int], Norm]
         # What a norm draws is the same on every rank and in every run: nothing else seeds it.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(number)
-            try:
+            what = f"{kind.__name__} cannot be made: "
+            with told_in_a_line(file, what, "its __init__ takes what Norm's takes"):
                 return kind.of_plan(plan, number)
-            except UserError:
-                raise
-            except Exception as error:
-                raise ConfigError(
-                    f"{file.path}:{line_of(error, file)}: {kind.__name__} cannot be made: "
-                    f"{type(error).__name__}: {error}: its __init__ takes what Norm's takes"
-                ) from None
 
     return build

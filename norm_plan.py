@@ -46,6 +46,7 @@ from configurator import check_ranges, key
 from kernels import MODES
 from norm_types import (
     COMMON,
+    INIT_PARTS,
     NONE,
     NORM_TYPES,
     REPLACING,
@@ -94,7 +95,10 @@ class NormConfig:
         ("plain", "one_plus", "none"),
     )
     initial_gain: float | tuple[float, ...] = key(
-        1.0, "gains at the start: one number, 2L+1 (input norms) or 4L+2 (all)", least=0, most=1e6
+        1.0,
+        "gains at the start: one number or 2L+1, of the input norms, or 4L+2 (all)",
+        least=0,
+        most=1e6,
     )
     paired_gains: float = key(
         0.0, "a: gains of a block start at 1 - a s and 1 + a s, s random signs", least=0, most=1.0
@@ -307,6 +311,7 @@ class NormPlan:
             )
         inputs, _, rest = text.replace(" ", "").partition("|")
         outputs, _, embedding = rest.partition("|")
+        self.text = text
         self.letters = inputs  # 2L + 1 letters
         self.outputs = outputs or NONE * 2 * n_layer  # 2L letters
         self.embedding = embedding or NONE  # one letter
@@ -316,17 +321,11 @@ class NormPlan:
         """Raise ConfigError for letters, or numbers for each letter, that do not fit the model."""
         config = self.config
         positions = 2 * self.n_layer + 1
-        sections = (
-            ("", self.letters, positions, self.type.allowed_letters),
-            (" of the outputs", self.outputs, positions - 1, self.type.outputs + NONE),
-            (" of the embedding", self.embedding, 1, self.type.embeddings + NONE),
-        )
-        for what, letters, count, allowed in sections:
-            if len(letters) != count or not set(letters) <= set(allowed):
-                raise ConfigError(
-                    f"norm_plan {config.norm_plan[:SHOWN]!r}: {self.n_layer} blocks of norm_type="
-                    f"{config.norm_type} need {count} letters{what}, each one of {allowed}"
-                )
+        self._check_letters("", self.letters, positions, self.type.allowed_letters)
+        outputs = self.type.outputs + NONE
+        self._check_letters(" of the outputs", self.outputs, positions - 1, outputs)
+        embeddings = self.type.embeddings + NONE
+        self._check_letters(" of the embedding", self.embedding, 1, embeddings)
         for index, letter in enumerate(self.letters):
             source = SOURCES.get(letter)
             # The letter before, all s (or h) left out, must be R (or H): it computes a statistic.
@@ -349,12 +348,8 @@ class NormPlan:
                 f"residual_weight={config.residual_weight:g} acts where a norm replaces the stream "
                 f"({' and '.join(REPLACING)}), and norm_plan {self} has none: leave it out"
             )
-        weight = self.type.residual_weight(self.n_layer)
-        if self.type.source and weight != 1 and set(REPLACING).isdisjoint(self.letters):
-            raise ConfigError(
-                f"norm type {config.norm_type}: its residual_weight acts where a norm replaces the "
-                f"stream ({' and '.join(REPLACING)}), and its plan {self} has none: leave it out"
-            )
+        if self.type.source:
+            self._check_row()
         # Of initial_gain one for each letter of the plan may be given too.
         counts = {"coupled_alpha": (positions,), "initial_gain": (positions, 2 * positions)}
         for name, allowed in counts.items():
@@ -363,6 +358,31 @@ class NormPlan:
                 raise ConfigError(
                     f"{name} needs one number or {' or '.join(map(str, allowed))}: {values}"
                 )
+
+    def _check_row(self) -> None:
+        """Raise ConfigError for what the row of a norm file says and no module reads."""
+        where = f"norm type {self.config.norm_type}"
+        weight = self.type.residual_weight(self.n_layer)
+        is_own_plan = not self.config.norm_plan
+        if is_own_plan and weight != 1 and set(REPLACING).isdisjoint(self.letters):
+            raise ConfigError(
+                f"{where}: its residual_weight acts where a norm replaces the stream "
+                f"({' and '.join(REPLACING)}), and its plan {self} has none: leave it out"
+            )
+        parts = self.config.recipe.init_factors(self.n_layer).keys()
+        if unknown := sorted(parts - set(INIT_PARTS)):
+            raise ConfigError(
+                f"{where}: its init_factors name {', '.join(unknown)}, and the parts of a block "
+                f"are {', '.join(INIT_PARTS)}: correct the norm file"
+            )
+
+    def _check_letters(self, what: str, letters: str, count: int, allowed: str) -> None:
+        """Raise ConfigError unless a section of the plan has `count` letters of `allowed`."""
+        if len(letters) != count or not set(letters) <= set(allowed):
+            raise ConfigError(
+                f"norm_plan {self.text[:SHOWN]!r}: {self.n_layer} blocks of norm_type="
+                f"{self.config.norm_type} need {count} letters{what}, each one of {allowed}"
+            )
 
     @property
     def adds_plainly(self) -> bool:
@@ -397,7 +417,7 @@ class NormPlan:
     def embedding_norm(self) -> Place | None:
         """Return what the embeddings go through before the first block, or None."""
         norm = self._norm(self.embedding, 4 * self.n_layer + 1)
-        if norm is None and self.config.recipe.learned_scale:
+        if self.has_learned_scale:
             norm = LearnedScale(self.channels, math.sqrt(self.channels))
         return None if norm is None else Place(norm)
 
@@ -441,6 +461,16 @@ class NormPlan:
         """Do norms have biases, where their formula has one?"""
         return self.bias or self.config.recipe.has_bias
 
+    @property
+    def rms_has_bias(self) -> bool:
+        """Has R a bias? By default RMSNorm has none. In cbwc it stands for LayerNorm."""
+        return self.has_bias and (self.config.rms_bias or self.type.rms_has_bias)
+
+    @property
+    def has_learned_scale(self) -> bool:
+        """Are the embeddings multiplied by a learned number, as they have no norm?"""
+        return self.embedding == NONE and self.config.recipe.learned_scale
+
     def residual_weight(self, index: int) -> float:
         """Return the weight of the stream in the sum of place `index`, which is P or B."""
         if self.type.first_border_is_plain and index == 2:
@@ -469,10 +499,7 @@ class NormPlan:
         sections = [self.letters, self.outputs, self.embedding]
         while len(sections) > 1 and set(sections[-1]) <= {NONE}:
             sections.pop()
-        pairs = (
-            " ".join(letters[i : i + 2] for i in range(0, len(letters), 2)) for letters in sections
-        )
-        return " | ".join(pairs)
+        return " | ".join(map(_in_pairs, sections))
 
     def notes(self, at_start: bool = True) -> list[str]:
         """Return what belongs to the layout and is not in the letters, a phrase each.
@@ -516,13 +543,18 @@ class NormPlan:
             said.append("weight decay on gains")
         if config.taper_final and not config.taper_anchor:
             said.append("logits may grow: no taper_anchor")
-        if recipe.learned_scale:
+        if self.has_learned_scale:
             said.append(f"embeddings times a learned {math.sqrt(self.channels):.4g}")
         if at_start:
             for part, factor in recipe.init_factors(self.n_layer).items():
                 if not math.isclose(factor, 1):
                     said.append(f"initial {part} {factor:.4g} times the common")
         return said
+
+
+def _in_pairs(letters: str) -> str:
+    """Write a section of a plan with blanks between blocks: RRRsR as RR Rs R."""
+    return " ".join(letters[i : i + 2] for i in range(0, len(letters), 2))
 
 
 def _listed(numbers: Iterable[float]) -> str:
@@ -537,10 +569,9 @@ def build_layer(plan: NormPlan, number: int) -> Norm:
 
 
 def build_rms(plan: NormPlan, number: int) -> Norm:
-    # RMSNorm has no bias by default. In cbwc it stands for LayerNorm, bias included.
     config = plan.config
     return RMSNorm(
-        bias=plan.has_bias and (config.rms_bias or plan.type.rms_has_bias),
+        bias=plan.rms_has_bias,
         fraction=config.rms_fraction,
         groups=config.norm_groups,
         **plan.common(number),

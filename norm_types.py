@@ -22,13 +22,17 @@ NONE = "I"
 REPLACING = "PB"  # the normalised sum is the stream from here on; at B a second norm reads it
 
 
+# Of a block, each with initial weights of its own
+INIT_PARTS = ("attn.qk", "attn.v", "attn.proj", "mlp.up", "mlp.down")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How the authors of a norm type set it up for language models.
 
     Attributes:
         init_factors: n_layer -> {part of a block: factor on its initial weights}; the parts are
-            attn.qk, attn.v, attn.proj, mlp.up and mlp.down.
+            INIT_PARTS.
         point_alpha: channels -> initial alpha of DynamicTanh, DynamicErf and BoundedTanh, at
             attention, MLP and final norm.
         learned_scale: are the embeddings multiplied by a learned number, sqrt(channels) at first?
@@ -48,24 +52,43 @@ COMMON = Recipe()
 
 @dataclass(frozen=True)
 class NormType:
-    """One row of the registry of norm types."""
+    """One row of the registry of norm types.
 
-    default_plan: Callable[[Config, int], str]  # (config, n_layer) -> the plan as printed
-    allowed_letters: str  # that a plan of this type may have as input and final norms
-    outputs: str = ""  # letters that output norms may have; I is always allowed
-    embeddings: str = ""  # the same for the norm of the embeddings
-    keys: tuple[str, ...] = ()  # config keys that only this type, and rows that name them, read
-    rms_has_bias: bool = False  # R has a bias where the model has biases
-    residual_linear: type[nn.Linear] = nn.Linear  # the linears that write into the residual stream
-    embed: Callable[[Tensor], Tensor] | None = None  # applied once, after the embeddings
-    gain_kinds: tuple[str, ...] = ("plain", "one_plus", "none")  # values of norm_gain
-    qk_norm: str = "none"  # the default of the key
-    v_norm: bool = False  # are values normalised as queries and keys are?
-    residual_weight: Callable[[int], float] = lambda n_layer: 1.0  # at P and B
-    first_border_is_plain: bool = False  # weight 1 at position 2 (KEEL)
-    scales_by_depth: bool = False  # gains of block l are divided by sqrt(l)
+    Attributes:
+        default_plan: (config, n_layer) -> the plan as printed.
+        allowed_letters: that a plan of this type may have as input and final norms.
+        outputs: letters that output norms may have; I is always allowed.
+        embeddings: the same for the norm of the embeddings.
+        keys: of norm_plan.NormConfig that this type reads beside those that all types read.
+        rms_has_bias: has R a bias where the model has biases?
+        residual_linear: the class of linears that write into the residual stream.
+        embed: applied once, after the embeddings.
+        gain_kinds: values that norm_gain may have.
+        qk_norm: default of the key: none, head or full.
+        v_norm: are values normalised as queries and keys are?
+        residual_weight: n_layer -> the weight of the stream in the sum, at P and B.
+        first_border_is_plain: is that weight 1 at position 2 (KEEL)?
+        scales_by_depth: are gains of block l divided by sqrt(l)?
+        recipe: initial values and weight decay.
+        source: the file, where it is one of the user's own (norm_files.py).
+    """
+
+    default_plan: Callable[[Config, int], str]
+    allowed_letters: str
+    outputs: str = ""
+    embeddings: str = ""
+    keys: tuple[str, ...] = ()
+    rms_has_bias: bool = False
+    residual_linear: type[nn.Linear] = nn.Linear
+    embed: Callable[[Tensor], Tensor] | None = None
+    gain_kinds: tuple[str, ...] = ("plain", "one_plus", "none")
+    qk_norm: str = "none"
+    v_norm: bool = False
+    residual_weight: Callable[[int], float] = lambda n_layer: 1.0
+    first_border_is_plain: bool = False
+    scales_by_depth: bool = False
     recipe: Recipe = COMMON
-    source: NormFile | None = None  # where it is of a file of the user's own (norm_files.py)
+    source: NormFile | None = None
 
 
 # ---------------------------------------------------------------------------------- default plans

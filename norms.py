@@ -85,7 +85,8 @@ class Norm(nn.Module):
     norms.inverse_rms(h, eps), which is 1 / RMS(h) (..., 1) in that type; norms.whole(parameter),
     the whole tensor under FSDP (all ranks must call it). A statistic that runs over steps is a
     taper.StepMean. A parameter that a phase does not use goes through taper.keep_in_graph, because
-    DDP waits for its gradient. A layout is a norm_types.NormType.
+    DDP waits for its gradient. A layout is a norm_types.NormType. At P and B of a plan the norm is
+    RMSNorm or LayerNorm, never one of a file.
 
     Rules: A learned scalar is (1,), because FSDP refuses (). What __init__ draws is the same for
     every seed; linears are drawn anew from the seed, as those of the model are. forward must be one
@@ -470,18 +471,20 @@ class LearnedScale(Norm):
 class Place(nn.Module):
     """One letter of the plan: add what the sublayer gave, then normalise what is read next.
 
-    Without the options below h = x + delta and y = norm(h). This class (and model.FoldedBlock)
-    decides which function of kernels/ does both.
+        h = residual_weight x + output(delta)    the sum (B, T, C)
+        y = norm(h)
+
+    The next sublayer reads y, and h is the stream from here on. If the norm `replaces` the stream,
+    that is y, and the next sublayer reads y, or reader(y) if there is a reader. In most plans
+    h = x + delta. This class (and model.FoldedBlock) decides which function of kernels/ does what.
 
     Args:
         norm: of the sum h.
         output: norm of delta before it is added: Peri-LN (arXiv 2502.02732), Gemma's sandwich, and
             with NoNorm as `norm` OLMo 2's order.
-        replaces: y is the stream from here on: Post-LN (Vaswani et al. 2017).
-        reader: where y replaces the stream, norm of it that the next sublayer reads: the border of
-            Mix-LN, KEEL.
-        residual_weight: of the stream in the sum, h = residual_weight x + delta (DeepNorm, Wang et
-            al. 2022, equation 2).
+        replaces: is y the stream from here on? Post-LN (Vaswani et al. 2017).
+        reader: where y replaces the stream: the border of Mix-LN, KEEL.
+        residual_weight: DeepNorm, Wang et al. 2022, equation 2.
         anchor: sees h before it is normalised (taper.ScaleAnchor), or None.
     """
 
@@ -511,105 +514,101 @@ class Place(nn.Module):
         inv_rms: Tensor | None = None,
         defer: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (y, h, the statistic handed on), shapes as at the head of this file.
+        """Return (what the next sublayer reads, the stream from here on, the statistic handed on).
 
-        With `defer` this only adds, and y is h: the caller applies the scale and the gain of a
-        shared norm later (model.py, FoldedBlock).
+        Args:
+            x: residual stream (B, T, C).
+            delta: what the sublayer before gave (B, T, C); None before the first one.
+            inv_rms: the statistic that the place before handed on, or None.
+            defer: only add. The caller applies the scale and the gain of a shared norm later
+                (model.py, FoldedBlock), and what is returned to be read is h.
         """
         if defer:
-            # Nothing is left here but the add, which may become part of the product before it.
+            # Nothing but an add, which may become part of the product before it.
             h = x if delta is None else add_residual(x, delta)
             return h, h, inv_rms
         y, h, inv_rms = self._add_and_normalize(x, delta, inv_rms)
         if not self.replaces:
             return y, h, inv_rms
         if self.reader is None:
+            # No statistic: inv_rms is that of h, and the stream is y now.
             return y, y, None
-        z, inv_rms = self.reader(y)
-        return z, y, inv_rms
+        read, inv_rms = self.reader(y)
+        return read, y, inv_rms
 
     def _add_and_normalize(
         self, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (norm(h), h, statistic) of the sum h, by one kernel where there is one."""
+        """Return (norm(h), h, statistic)."""
         if delta is None:
             y, inv_rms = self._normalize(x, inv_rms)
             return y, x, inv_rms
-        adds_normed = self._adds_normed()
-        if self.output is not None and not adds_normed:
+        if self.residual_weight == 1 and is_plain_rms(self.output):
+            return self._add_normed(x, delta, inv_rms)
+        if self.output is not None:
             delta = self._normed(delta)
-        if self._is_fused():
-            return self._fused(x, delta, inv_rms)
-        if adds_normed:
-            output = self.output
-            h = add_normed(x, delta, output.gain, output.eps, output.kernels)
-        elif self.residual_weight != 1:
-            h = self._weighted(x, delta)
-        else:
-            # A function of kernels/ adds, because a compiled model moves fewer bytes if it adds
-            # rows (B T, C).
-            return add_then(self._normalize, x, delta, inv_rms)
-        y, inv_rms = self._normalize(h, inv_rms)
-        return y, h, inv_rms
+        return self._add(x, delta, inv_rms)
 
-    def _adds_normed(self) -> bool:
-        """Does the function that adds apply the output norm too?
+    def _add_normed(
+        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the same, with an output norm that a function of kernels/ applies as it adds.
 
         Such functions are written for RMSNorm, and take no weight of the stream.
         """
-        return self.residual_weight == 1 and is_plain_rms(self.output)
-
-    def _is_fused(self) -> bool:
-        """Does one kernel compute the sum and the norm, and the output norm if _adds_normed?
-
-        No kernel takes a weight of the stream, or shows the sum to an anchor. The type of the norm
-        is compared and not isinstance, because a subclass is another formula.
-        """
+        output = self.output
         norm = self.norm
-        if self.residual_weight != 1 or self.anchor is not None:
-            return False
-        if self._adds_normed():
-            return is_plain_rms(norm)
-        if type(norm) is SharedRMSNorm:
-            return norm.detach  # the kernel has no gradient of the shared statistic
-        return type(norm) is RMSNorm
-
-    def _fused(
-        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Call the kernel that adds and normalises, where _is_fused."""
-        norm = self.norm
-        if self._adds_normed():
-            output = self.output
+        if self.anchor is None and is_plain_rms(norm):
             return norm_add_norm(
                 x, delta, output.gain, norm.gain, output.eps, norm.eps, norm.kernels
             )
-        if type(norm) is RMSNorm:
+        h = add_normed(x, delta, output.gain, output.eps, output.kernels)
+        y, inv_rms = self._normalize(h, inv_rms)
+        return y, h, inv_rms
+
+    def _add(
+        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the same, for delta after its output norm, if it has one."""
+        norm = self.norm
+        if self.residual_weight != 1:
+            h = self._weighted(x, delta)
+            y, inv_rms = self._normalize(h, inv_rms)
+            return y, h, inv_rms
+        # Two norms have a kernel that adds, too. It cannot show the sum to an anchor. The type is
+        # compared, and not by isinstance, because a subclass is another formula.
+        if self.anchor is None and type(norm) is RMSNorm:
             return add_rms_norm(
                 x, delta, norm.gain, norm.eps, norm.bias, norm.groups, norm.counted, norm.kernels
             )
-        y, h = add_shared_rms_scale(x, delta, norm.scale(inv_rms), norm.gain, norm.kernels)
-        return y, h, inv_rms
+        # It has no gradient of the statistic.
+        if self.anchor is None and type(norm) is SharedRMSNorm and norm.detach:
+            y, h = add_shared_rms_scale(x, delta, norm.scale(inv_rms), norm.gain, norm.kernels)
+            return y, h, inv_rms
+        # A function of kernels/ adds here too, because a compiled model moves fewer bytes if it
+        # adds rows (B T, C).
+        return add_then(self._normalize, x, delta, inv_rms)
 
     def _normalize(self, h: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return (norm(h), statistic). The anchor sees h."""
         if self.anchor is not None:
             self.anchor(h)
         return self.norm(h, inv_rms)
 
     def _normed(self, delta: Tensor) -> Tensor:
-        """Return the output norm of delta."""
+        """Return output(delta)."""
         if is_plain_rms(self.output):
-            # The result is then of this type too, and is rounded only with the sum, as in the
-            # functions that do both (add_normed).
+            # A norm returns the type that it reads. So this result is rounded with the sum alone,
+            # as in the functions that normalise and add (_add_normed).
             delta = delta.to(statistics_dtype(delta))
         y, _ = self.output(delta)
         return y
 
     def _weighted(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Return residual_weight x + delta, for delta after the output norm."""
+        """Return residual_weight x + delta, for delta after its output norm, if it has one."""
         h = torch.add(delta, x, alpha=self.residual_weight)
         if self.output is not None:
-            h = h.to(x.dtype)  # delta may be in a wider type (_normed)
+            h = h.to(x.dtype)  # delta may be in a wider type than the stream (_normed)
         return h
 
     def sum(self, x: Tensor, delta: Tensor | None) -> Tensor:
@@ -626,8 +625,11 @@ class Place(nn.Module):
         """Prepare for training step `step` (from 1), on every rank (Norm.set_step)."""
         if self.anchor is not None:
             self.anchor.set_step(step, max_iters)
-        norms = [norm for norm in (self.output, self.norm, self.reader) if norm is not None]
-        return [pair for norm in norms for pair in norm.set_step(step, max_iters)]
+        handovers = []
+        for norm in (self.output, self.norm, self.reader):
+            if norm is not None:
+                handovers += norm.set_step(step, max_iters)
+        return handovers
 
     def aux_loss(self) -> Tensor | float:
         """Return this place's part of the objective in the last forward pass; 0 in most plans."""

@@ -71,10 +71,9 @@ def gain_form(found: Found, parameters: Mapping[str, Tensor]) -> tuple[Found, Ga
         form = _plain_form(unit * gain, same, tolerance)
         if form is not None:
             return (in_unit(found, unit) if unit != 1 else found), form
-    for name, value in same.items() if gain.numel() > 2 else ():
-        offset, scale = _line(value, gain)
-        if bool(((offset + scale * value - gain).abs() <= tolerance * gain.abs().max()).all()):
-            return found, GainForm(_words(offset, scale, tolerance), name, offset, scale)
+    form = _linear_form(gain, same, tolerance)
+    if form is not None:
+        return found, form
     if bool(((gain - gain.mean()).abs() <= tolerance * gain.abs().max()).all()):
         return found, GainForm(f"{FIXED} {float(gain.mean()):.6g}")
     return found, GainForm("not known" if parameters else FIXED)
@@ -105,6 +104,20 @@ def _plain_form(
         if equal(1 + value):
             return GainForm("1 + w", name, offset=1.0)
     return GainForm(NO_GAIN) if equal(1.0) else None
+
+
+def _linear_form(
+    gain: Tensor, parameters: Mapping[str, Tensor], tolerance: float
+) -> GainForm | None:
+    """Return the form of a gain that is offset + scale * w; None for another one."""
+    if gain.numel() <= 2:  # a line goes through any two points
+        return None
+    for name, value in parameters.items():
+        offset, scale = _line(value, gain)
+        error = (offset + scale * value - gain).abs()
+        if bool((error <= tolerance * gain.abs().max()).all()):
+            return GainForm(_words(offset, scale, tolerance), name, offset, scale)
+    return None
 
 
 def _line(x: Tensor, y: Tensor) -> tuple[float, float]:

@@ -418,8 +418,9 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
     plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
     family = family_of(config, plan)
     hf = gpt2_entries(config) if family == "gpt2" else llama_entries(config, family)
-    has_bias = config.rms_bias and config.bias
-    is_coupled = SHARED in plan.letters or has_bias or (family == "gpt2" and "R" in plan.letters)
+    has_bias = plan.rms_has_bias and "R" in plan.letters
+    is_rms_in_gpt2 = family == "gpt2" and "R" in plan.letters
+    is_coupled = SHARED in plan.letters or has_bias or is_rms_in_gpt2
     if is_coupled and plan.adds_plainly and set(plan.letters) <= {"R", SHARED}:
         family = COUPLED + family
         hf["norm_plan"] = str(plan)
@@ -460,14 +461,22 @@ def computed(config: GPTConfig) -> dict[str, Any]:
     """Return what a config computes, by the key that decides it, but for sizes and gains."""
     plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
     return {
-        "norm_type": (plan.letters, plan.outputs, plan.embedding, plan.type.embed),
+        "norm_type": (
+            plan.letters,
+            plan.outputs,
+            plan.embedding,
+            plan.has_learned_scale,
+            # A row of a norm file may have one of these two without the other.
+            plan.type.embed,
+            plan.type.residual_linear,
+        ),
         "qk_norm": (config.qk_kind, config.has_v_norm),
         "output_eps": None if plan.adds_plainly else config.output_eps,
         "n_kv_head": config.kv_heads,
         "head_dim": config.head_channels,
         "rms_fraction": config.rms_fraction,
         "norm_groups": config.norm_groups,
-        "rms_bias": config.rms_bias and config.bias,
+        "rms_bias": plan.rms_has_bias and "R" in plan.letters,
         "window": [config.window_of(block) for block in range(config.n_layer)],
         "attn_scale": config.attn_scale or config.head_channels**-0.5,
         "embed_scale": f"{config.embed_scale:.5g}",

@@ -1,15 +1,16 @@
-"""Bind the Triton kernels to PyTorch: one operator with a gradient for all norms and activations.
+"""Bind the Triton kernels to PyTorch: all norms and activations have their gradients here.
 
-In eager mode it is a torch.autograd.Function, `Fused`. torch.compile cannot look into one that
-starts kernels, so there it is an operator, nanonorm::fused, which stays one step of the graph.
-Both save and compute the same. Under function transforms (torch.func) plain PyTorch runs instead,
-so `Fused` has no setup_context: with one, PyTorch inspects a signature at every call, which takes
-longer than all the rest of forward.
+There are two ways in, which save and compute the same:
 
-Backward computes what it can again, so what is saved is what is in memory anyway (the norm's input,
-which is the residual stream; gains and biases) and the statistics, some numbers for each row. The
-normalised tensor is not saved: it is the input times the statistic. Second derivatives are those of
-kernels/reference.py.
+    Fused             eager mode: a torch.autograd.Function, which costs the fewest microseconds
+    nanonorm::fused   torch.compile: an operator, one step of the graph, because torch.compile
+                      cannot look into a Function that launches kernels
+
+operands.py says what a statistic, `given`, gains, and dy, dh and ds are.
+
+For backward is saved what is in memory anyway: the norm's input, which is the residual stream, and
+the gains. Beside it the statistics, some numbers for each row. The normalised tensor is not saved:
+it is the input times the statistic. Second derivatives are those of kernels/reference.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ from .reference import KINDS
 # Was TRITON_INTERPRET=1 when Triton was imported? Then kernels run on a CPU, in its interpreter.
 INTERPRETED = not isinstance(row_norm.forward_kernel, triton.JITFunction)
 
+# (upstream, saved, settings, are the gradients of gains wanted?) -> the gradients, by one kernel
 Backward = Callable[[Upstream, Saved, Settings, bool], Gradients]
 
 
@@ -35,23 +37,25 @@ def _launchers(settings: Settings) -> ModuleType:
 
 
 def _save(ctx, inputs: Inputs, settings: Settings, outputs: Outputs) -> None:
-    """Save what backward needs: h, and not x and a, where they are added."""
-    # The gradient of an output that nothing has used stays None, and the kernel skips it.
+    """Save what backward reads, and the types in which x and a get their gradients."""
+    # If nothing has used an output, its gradient is then None and not zeros: the kernel skips it.
     ctx.set_materialize_grads(False)
-    # No gradient goes through these statistics. One goes through RMSNorm's inv, where a later
-    # position of coupled_grad=full shares it.
+    # No gradient goes through statistics. RMSNorm's inv is the exception: a later position may
+    # share it, and sends a gradient back with coupled_grad=full.
     constants = [outputs.mean, outputs.inv_out]
-    if settings.kind in ("layer", "taper"):
+    if settings.kind != "rms":
         constants.append(outputs.inv)
     ctx.mark_non_differentiable(*[tensor for tensor in constants if tensor is not None])
     ctx.settings = settings
     ctx.x_dtype = inputs.x.dtype
     ctx.a_dtype = None if inputs.a is None else inputs.a.dtype
-    is_sum = outputs.h is not None
+    adds = outputs.h is not None
     has_output_norm = settings.eps_out is not None
-    is_given = outputs.inv is None
+    is_given = inputs.given is not None
     saved = Saved(
-        x=outputs.h if is_sum else inputs.x,
+        # What is normalised. Of the sum h = x + a the summands are not needed: both have its
+        # gradient. But an output norm, h = x + N_out(a), needs its input.
+        x=outputs.h if adds else inputs.x,
         a=inputs.a if has_output_norm else None,
         w=inputs.w,
         b=inputs.b,
@@ -66,22 +70,27 @@ def _save(ctx, inputs: Inputs, settings: Settings, outputs: Outputs) -> None:
 
 
 def _gradients(ctx, of_outputs: Outputs, launch: Backward) -> Inputs:
-    """Compute the gradients of Inputs, given those of Outputs; any that comes in may be None.
+    """Compute the gradients of Inputs from those of Outputs.
 
-    `launch` starts the backward kernel.
+    Args:
+        of_outputs: None for an output that nothing has used.
+        launch: starts the backward kernel: _launch_backward, or under torch.compile
+            _launch_backward_compiled.
     """
     saved = Saved(*ctx.saved_tensors)
     settings = ctx.settings
     upstream = Upstream(dy=of_outputs.y, dh=of_outputs.h, ds=of_outputs.inv)
+    # In backward, gradients are recorded if it was called with create_graph=True, and not else.
     is_differentiated_again = torch.is_grad_enabled()
-    statistic_alone = upstream.dy is None and upstream.ds is not None
-    if is_differentiated_again or statistic_alone:
-        # No kernel has a gradient of its own, and none is written for a statistic without y.
+    has_ds_alone = upstream.dy is None and upstream.ds is not None
+    if is_differentiated_again or has_ds_alone:
+        # The kernels have no gradients themselves, and take a ds only beside a dy.
         found = _by_reference(upstream, saved, settings)
     else:
         wanted = Inputs(*ctx.needs_input_grad[: len(Inputs._fields)])
-        gains = any((wanted.w, wanted.b, wanted.w_out, wanted.w_tilde))
-        found = _by_kernels(upstream, saved, settings, gains, launch)
+        # One answer for all gains: a kernel computes the gradients of all or of none.
+        wants_gains = wanted.w or wanted.b or wanted.w_out or wanted.w_tilde
+        found = _by_kernels(upstream, saved, settings, wants_gains, launch)
     da = found.a
     if saved.a is None:
         # x and a are added as they are, so the gradient of their sum is that of each.
@@ -97,21 +106,29 @@ def _gradients(ctx, of_outputs: Outputs, launch: Backward) -> Inputs:
 
 
 def _by_kernels(
-    upstream: Upstream, saved: Saved, settings: Settings, gains: bool, launch: Backward
+    upstream: Upstream, saved: Saved, settings: Settings, wants_gains: bool, launch: Backward
 ) -> Gradients:
-    """Compute the gradients by one launch; the output norm's may take another, or it alone."""
+    """Compute the gradients by one launch, those of the output norm with it if there is one.
+
+    The output norm takes a launch of its own in rows that are too long for one tile, and where y
+    was not used.
+    """
     if upstream.dy is None:
         # Only the sum h was used. The kernel with zeros for dy would cost a pass more, and give NaN
         # in rows with an infinite number.
         found = Gradients(x=upstream.dh)
     else:
-        found = launch(upstream, saved, settings, gains)
+        found = launch(upstream, saved, settings, wants_gains)
     has_output_norm = saved.a is not None
-    if not has_output_norm or found.a is not None or found.x is None:
+    if not has_output_norm:
         return found
-    # The output norm is left: N_out(a) is a summand of h, so its gradient is that of h.
+    if found.a is not None:  # the launch has computed it
+        return found
+    if found.x is None:  # nothing was used, h neither
+        return found
+    # h = x + N_out(a). So the gradient of h is the dy of N_out, an RMSNorm with the input a.
     output_norm = Saved(x=saved.a, w=saved.w_out, inv=saved.inv_out)
-    of_output = launch(Upstream(dy=found.x), output_norm, Settings("rms"), gains)
+    of_output = launch(Upstream(dy=found.x), output_norm, Settings("rms"), wants_gains)
     return found._replace(a=of_output.x, w_out=of_output.w)
 
 
@@ -121,36 +138,42 @@ def _cast(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
 
 
 def _launch_backward(
-    upstream: Upstream, saved: Saved, settings: Settings, gains: bool
+    upstream: Upstream, saved: Saved, settings: Settings, wants_gains: bool
 ) -> Gradients:
-    """Launch the backward kernel; gradients of gains and biases only if `gains`."""
-    return _launchers(settings).backward(upstream, saved, settings, gains)
+    """Launch the backward kernel in eager mode."""
+    return _launchers(settings).backward(upstream, saved, settings, wants_gains)
 
 
 def _by_reference(upstream: Upstream, saved: Saved, settings: Settings) -> Gradients:
-    """Compute the gradients by autograd of the reference.
+    """Compute the norm once more in plain PyTorch, and its gradients by autograd.
 
-    They have gradients themselves where backward is differentiated.
+    These have gradients themselves where backward is differentiated.
     """
     if not torch.is_grad_enabled():
+        # Then they begin a graph of their own. Else they stay in the one that is differentiated
+        # again.
         saved = Saved(*[_as_leaf(tensor) for tensor in saved])
+    h = saved.x
     inputs = Inputs(
-        x=saved.x,
-        given=saved.inv,
+        x=h,
+        given=saved.inv,  # read where it was given; other norms compute their own once more
         w=saved.w,
         b=saved.b,
         w_tilde=saved.w_tilde,
         gate_c=saved.gate_c,
     )
     with torch.enable_grad():
-        outputs = reference.normalize(saved.x, inputs, settings)
-        leaves = Gradients(x=saved.x, w=saved.w, b=saved.b, w_tilde=saved.w_tilde)
+        # From y and the statistic to the norm's input h
+        outputs = reference.normalize(h, inputs, settings)
+        leaves = Gradients(x=h, w=saved.w, b=saved.b, w_tilde=saved.w_tilde)
         found = _autograd((outputs.y, outputs.inv), (upstream.dy, upstream.ds), leaves)
+        # h goes on as the residual stream as well.
         if upstream.dh is not None:
-            dx = upstream.dh if found.x is None else found.x + upstream.dh
-            found = found._replace(x=dx)
+            dh = upstream.dh if found.x is None else found.x + upstream.dh
+            found = found._replace(x=dh)
         if saved.a is None:
             return found
+        # From h = x + N_out(a) to a
         a = saved.a.to(reference.statistics_dtype(saved.a))
         normed, _ = reference.rms_norm(a, saved.w_out, None, settings.eps_out)
         leaves = Gradients(a=saved.a, w_out=saved.w_out)
@@ -165,20 +188,31 @@ def _as_leaf(tensor: Tensor | None) -> Tensor | None:
 def _autograd(
     outputs: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...], leaves: Gradients
 ) -> Gradients:
-    """Return the gradients of the leaves that have one, each in the place of its leaf."""
-    pairs = [(root, given) for root, given in zip(outputs, gradients) if given is not None]
-    wanted = [tensor for tensor in leaves if tensor is not None and tensor.requires_grad]
-    if not pairs or not wanted:
+    """Return the gradients of `leaves`, from those of `outputs`, of which some are None.
+
+    None for a leaf that has no gradient, or does not require one.
+    """
+    roots = []
+    of_roots = []
+    for output, gradient in zip(outputs, gradients):
+        if gradient is not None:
+            roots.append(output)
+            of_roots.append(gradient.to(output.dtype))
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    if not roots or not wanted:
         return Gradients()
-    roots = [root for root, _ in pairs]
-    given = [gradient.to(root.dtype) for root, gradient in pairs]
-    found = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
+    found = torch.autograd.grad(roots, wanted, of_roots, create_graph=True, allow_unused=True)
     by_leaf = dict(zip(map(id, wanted), found))
-    return Gradients(*[by_leaf.get(id(tensor)) for tensor in leaves])
+    return Gradients(*[by_leaf.get(id(leaf)) for leaf in leaves])
 
 
 class Fused(torch.autograd.Function):
-    """A norm or an activation by its kernel: Fused.apply(*Inputs, Settings) -> Outputs."""
+    """A norm or an activation by its kernel: Fused.apply(*Inputs, Settings) -> Outputs.
+
+    It has no setup_context. torch.func would need one, but there plain PyTorch runs instead
+    (takes_kernel); and with one PyTorch inspects a signature at every call, which takes longer than
+    all the rest of forward.
+    """
 
     @staticmethod
     def forward(ctx, *operands) -> Outputs:
@@ -190,21 +224,25 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, Outputs(*gradients), _launch_backward), None
+        of_inputs = _gradients(ctx, Outputs(*gradients), _launch_backward)
+        return *of_inputs, None  # Settings have no gradient
 
 
 # ------------------------------------------------------------------ operators for torch.compile
-# An operator has a flat signature: the fields of the records, one by one. And it cannot return
-# None: in its place it returns an empty tensor.
+# An operator takes no records, so it takes their fields one by one. Nor can it return None, so it
+# returns an empty tensor instead.
 
 
 def _filled(tensors: Iterable[Tensor | None], x: Tensor) -> list[Tensor]:
-    """Put an empty tensor in the place of each None."""
+    """Put an empty tensor (0,), on the device of x, in the place of each None."""
     return [x.new_empty(0) if tensor is None else tensor for tensor in tensors]
 
 
 def _unfilled(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Put None in the place of each tensor of `_filled`, and of a gradient of one."""
+    """Undo _filled: put None in the place of each empty tensor; what is None already stays so.
+
+    Gradients of empty outputs come in as either.
+    """
     return [None if tensor is None or tensor.shape == (0,) else tensor for tensor in tensors]
 
 
@@ -224,6 +262,7 @@ def fused(
     groups: int,
     counted: int | None,
 ) -> list[Tensor]:
+    """Launch the forward kernel. Takes the fields of Inputs and Settings, returns Outputs."""
     inputs = Inputs(x=x, a=a, given=given, w=w, b=b, w_out=w_out, w_tilde=w_tilde, gate_c=gate_c)
     settings = Settings(kind=kind, eps=eps, eps_out=eps_out, groups=groups, counted=counted)
     return _filled(_launchers(settings).forward(inputs, settings), x)
@@ -231,13 +270,15 @@ def fused(
 
 def _save_compiled(ctx, inputs: tuple, output: Sequence[Tensor]) -> None:
     n_tensors = len(Inputs._fields)
+    tensors = Inputs(*inputs[:n_tensors])
     settings = Settings(*inputs[n_tensors:])
-    _save(ctx, Inputs(*inputs[:n_tensors]), settings, Outputs(*_unfilled(output)))
+    _save(ctx, tensors, settings, Outputs(*_unfilled(output)))
 
 
 def _gradients_compiled(ctx, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    found = _gradients(ctx, Outputs(*_unfilled(gradients)), _launch_backward_compiled)
-    return *found, *[None for _ in Settings._fields]
+    of_inputs = _gradients(ctx, Outputs(*_unfilled(gradients)), _launch_backward_compiled)
+    of_settings = [None for _ in Settings._fields]
+    return *of_inputs, *of_settings
 
 
 fused.register_autograd(_gradients_compiled, setup_context=_save_compiled)
@@ -263,8 +304,13 @@ def fused_backward(
     eps_out: float | None,
     groups: int,
     counted: int | None,
-    gains: bool,
+    wants_gains: bool,
 ) -> list[Tensor]:
+    """Launch the backward kernel. Takes the fields of Upstream, Saved and Settings.
+
+    Returns Gradients. There is a dy, because without one _by_kernels launches nothing.
+    """
+    upstream = Upstream(dy=dy, dh=dh, ds=ds)
     saved = Saved(
         x=x,
         a=a,
@@ -278,15 +324,16 @@ def fused_backward(
         inv_out=inv_out,
     )
     settings = Settings(kind=kind, eps=eps, eps_out=eps_out, groups=groups, counted=counted)
-    return _filled(_launch_backward(Upstream(dy, dh, ds), saved, settings, gains), x)
+    return _filled(_launch_backward(upstream, saved, settings, wants_gains), x)
 
 
 def _launch_backward_compiled(
-    upstream: Upstream, saved: Saved, settings: Settings, gains: bool
+    upstream: Upstream, saved: Saved, settings: Settings, wants_gains: bool
 ) -> Gradients:
-    return Gradients(*_unfilled(fused_backward(*upstream, *saved, *settings, gains)))
+    """Launch the backward kernel under torch.compile."""
+    return Gradients(*_unfilled(fused_backward(*upstream, *saved, *settings, wants_gains)))
 
 
 def compiled(inputs: Inputs, settings: Settings) -> Outputs:
-    """Call the operator that torch.compile sees."""
+    """Compute an operator under torch.compile."""
     return Outputs(*_unfilled(fused(*inputs, *settings)))

@@ -4,6 +4,12 @@
     kept        Saved, Settings
     backward    Upstream, Saved, Settings -> Gradients
 
+    statistic    `inv`, what the norm's input is multiplied by: 1 / RMS or 1 / standard deviation of
+                 a row. A shared position and an activation do not compute one. They take one that
+                 was computed before: it is `given`.
+    gains        w, b, w_out and w_tilde: gains and biases. Their gradients are sums over rows.
+    dy, dh, ds   gradients of the loss in the outputs y, h and inv
+
 Tensors stand apart from settings. A torch.autograd.Function takes the record of settings as it is;
 an operator that torch.compile sees takes its fields one by one.
 """
@@ -72,8 +78,8 @@ class Upstream(NamedTuple):
 class Gradients(NamedTuple):
     """Gradients of inputs; None also where none is wanted."""
 
-    x: Tensor | None = None
-    a: Tensor | None = None
+    x: Tensor | None = None  # of the norm's input: of h where the operator adds
+    a: Tensor | None = None  # of the output norm's input
     w: Tensor | None = None
     b: Tensor | None = None
     w_out: Tensor | None = None

@@ -55,8 +55,8 @@ def read_arm(text: str) -> Arm:
     Without a name of its own it is called by its words, with + between, without --, and with _ for
     blanks and slashes.
     """
-    named = NAMED.match(text)
-    norm_type, *keys = split(text[named.end() :] if named else text) or [""]
+    name, _, rest = named(text)
+    norm_type, *keys = split(rest) or [""]
     if norm_type.startswith("--"):
         raise ConfigError(
             f"ARMS: {norm_type} stands alone: put an arm and its keys in quotes, "
@@ -67,10 +67,10 @@ def read_arm(text: str) -> Arm:
             raise ConfigError(f"ARMS: {text}: {word} is no key: write --key=value")
         check_word(word, f"ARMS: {text}")
     words = (f"--norm_type={norm_type}", *keys)
-    if named:
-        return Arm(named[1], (*words, f"--arm={named[1]}"))
-    name = re.sub("[ /]", "_", "+".join([norm_type, *keys]).replace("+--", "+"))
-    return Arm(name, words)
+    if name:
+        return Arm(name, (*words, f"--arm={name}"))
+    name = "+".join([norm_type, *keys]).replace("+--", "+")
+    return Arm(re.sub("[ /]", "_", name), words)
 
 
 def named(text: str) -> tuple[str, str, str]:
@@ -85,19 +85,24 @@ def options_of(text: str) -> tuple[str, ...]:
     `peri --init_std=0.04/0.08` is two; most are one. (Numbers with commas between are one value.)
     """
     name, colon, rest = named(text)
-    lists = []
+    # For each word of the arm the words that it stands for: itself, or one for each value
+    alternatives = []
     for word in split(rest):
-        key, _, values = word.partition("=")
-        is_choice = key.removeprefix("--") in CHOICES
-        several = values.split("/") if is_choice else [values]
-        lists.append([f"{key}={value}" for value in several] if "=" in word else [word])
-    if all(len(words) == 1 for words in lists):
+        key, equals, values = word.partition("=")
+        is_choice = equals and key.removeprefix("--") in CHOICES
+        each = [f"{key}={value}" for value in values.split("/")] if is_choice else [word]
+        alternatives.append(each)
+    if all(len(each) == 1 for each in alternatives):
         return (text,)
     found = []
-    for words in itertools.product(*lists):
-        own = [word for word, several in zip(words, lists, strict=True) if len(several) > 1]
-        names = [name, *(word.removeprefix("--").replace("=", "-") for word in own)]
-        found.append(("-".join(names) if name else "") + colon + shlex.join(words))
+    for words in itertools.product(*alternatives):
+        new_name = name
+        if name:
+            # wide:peri --init_std=0.04/0.08 is wide-init_std-0.04 and wide-init_std-0.08.
+            for word, each in zip(words, alternatives, strict=True):
+                if len(each) > 1:
+                    new_name += "-" + word.removeprefix("--").replace("=", "-")
+        found.append(new_name + colon + shlex.join(words))
     return tuple(found)
 
 

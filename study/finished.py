@@ -48,11 +48,9 @@ def keep(out: Path, folder: Path) -> None:
     """Write all finished runs of a study into two archives in a folder. Raises UserError."""
     with writing(folder):
         for stage in (SCREENING, JUDGED):
-            content = {
-                f"{name}/{file}": part
-                for name, run in finished(out, stage).items()
-                for file, part in run.files.items()
-            }
+            content = {}
+            for name, run in finished(out, stage).items():
+                content |= {f"{name}/{file}": part for file, part in run.files.items()}
             write(folder / f"{stage}{SUFFIX}", content)
 
 
@@ -146,12 +144,10 @@ def screen_of(runs: Finished, record: Record, judged: JudgedArm) -> Screen:
                 raise UserError(f"{run.name}: {why}: {AGAIN}")
     for which in (FIRST, SECOND):
         check_alike([seeds[which] for seeds in its.values() if which in seeds])
-    return Screen(
-        {
-            octave: {which: final_loss(run, AGAIN) for which, run in seeds.items()}
-            for octave, seeds in its.items()
-        }
-    )
+    losses = {}
+    for octave, seeds in its.items():
+        losses[octave] = {which: final_loss(run, AGAIN) for which, run in seeds.items()}
+    return Screen(losses)
 
 
 def check_alike(runs: list[Run]) -> None:

@@ -292,24 +292,17 @@ def declaration_lines(outcome: Outcome) -> list[str]:
     record = outcome.record
     declared = record.declaration
     arms = ", ".join(f"{judged.text}" for judged in declared.arms)
+    file = f"; norm file {record.norm_file_name}, SHA-256 {declared.norm_sha256}"
     lines = [
         f"Declared {record.day}, before the first run: {arms}; {record.seeds} seeds from "
         f"{declared.first_seed} ({record.seeds_from}); rates by the seeds "
         f"{declared.screen_seeds[0]} and {declared.screen_seeds[1]}. Study: {declared.study}.",
-        f"Code {declared.code[:16]}; data {declared.data}"
-        + (
-            f"; norm file {record.norm_file_name}, SHA-256 {declared.norm_sha256}."
-            if declared.norm_sha256
-            else "."
-        ),
+        f"Code {declared.code[:16]}; data {declared.data}{file if declared.norm_sha256 else ''}.",
         *declared.rules,
     ]
-    lines += [
-        f"After the verdict, {later.day}: "
-        + ", ".join(f"{judged.text}" for judged in later.arms)
-        + "; each tested alone."
-        for later in record.later
-    ]
+    for later in record.later:
+        added = ", ".join(judged.text for judged in later.arms)
+        lines.append(f"After the verdict, {later.day}: {added}; each tested alone.")
     if record.anyway:
         lines.insert(0, "A check failed, and the study was begun anyway.")
     return lines

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,20 +107,34 @@ def row_sizes(*sizes: float) -> Tensor:
 @contextlib.contextmanager
 def as_it_was(module: nn.Module) -> Iterator[None]:
     """Undo at the end what forward passes move: buffers, and attributes of a norm of a file."""
-    saved = []
-    for part in module.modules():
-        kept = [(tensor, tensor.detach().clone()) for tensor in tensors_of(part)]
-        saved.append((part, dict(vars(part)), dict(part._buffers), kept))
+    saved = [State.of(part) for part in module.modules()]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for part, attributes, buffers, kept in saved:
-                vars(part).clear()
-                vars(part).update(attributes)
-                part._buffers.update(buffers)
-                for tensor, before in kept:
-                    tensor.detach().copy_(before)
+        for state in saved:
+            state.restore()
+
+
+class State(NamedTuple):
+    """What a module without its children was."""
+
+    part: nn.Module
+    attributes: dict[str, Any]
+    buffers: dict[str, Tensor | None]
+    values: list[tuple[Tensor, Tensor]]  # each tensor, and a copy of it
+
+    @classmethod
+    def of(cls, part: nn.Module) -> "State":
+        values = [(tensor, tensor.detach().clone()) for tensor in tensors_of(part)]
+        return cls(part, dict(vars(part)), dict(part._buffers), values)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        vars(self.part).clear()
+        vars(self.part).update(self.attributes)
+        self.part._buffers.update(self.buffers)
+        for tensor, before in self.values:
+            tensor.detach().copy_(before)
 
 
 def tensors_of(part: nn.Module) -> list[Tensor]:

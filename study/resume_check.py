@@ -1,5 +1,6 @@
 """Check that a run of an arm that is stopped and goes on is, to the bit, the run that was not."""
 
+import contextlib
 import dataclasses
 import math
 import signal
@@ -48,6 +49,7 @@ SMALL = {
     "resume": "auto",
 }
 LARGEST_RATE = 3e-3  # a model this small may diverge with more
+WHAT = "resumed"  # the name of this check
 # Steps: should a run be over before it can be stopped, the next length is taken.
 LENGTHS = (100, 400, 1600)
 MOST_SECONDS = 600.0
@@ -60,27 +62,36 @@ def check_resumed(config: TrainConfig, words: list[str]) -> Finding:
     Args:
         words: train.py's for the arm, of which --norm_file is needed.
     """
-    what = "resumed"
     named = [word for word in words if word.startswith(f"--{NORM_FILE}=")]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for length in LENGTHS:
-            settings = folder / f"{length}.py"
-            settings.write_text(as_config_file(small(config, length)))
-            command = [sys.executable, str(ROOT / "train.py"), str(settings), *named]
-            stopped, whole = folder / f"stopped-{length}", folder / f"whole-{length}"
-            problem, step = train_and_stop([*command, f"--out_dir={stopped}"], stopped)
-            if problem or step < length:
-                break
-        else:
-            return Finding(what, True, f"not checked: {length} steps were over before the stop")
-        for out in () if problem else (stopped, whole):
-            problem = problem or train([*command, f"--out_dir={out}"])
+    for length in LENGTHS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = check_length(config, length, named, Path(folder))
+        if found is not None:
+            return found
+    return Finding(WHAT, True, f"not checked: {LENGTHS[-1]} steps were over before the stop")
+
+
+def check_length(
+    config: TrainConfig, length: int, named: list[str], folder: Path
+) -> Finding | None:
+    """Do it with a run of `length` steps; None if all of them were over before the stop."""
+    settings = folder / "settings.py"
+    settings.write_text(as_config_file(small(config, length)))
+    command = [sys.executable, str(ROOT / "train.py"), str(settings), *named]
+    stopped = folder / "stopped"
+    whole = folder / "whole"
+    problem, step = train_and_stop([*command, f"--out_dir={stopped}"], stopped)
+    if problem:
+        return Finding(WHAT, False, problem)
+    if step == length:
+        return None
+    for out in (stopped, whole):
+        problem = train([*command, f"--out_dir={out}"])
         if problem:
-            return Finding(what, False, problem)
-        difference = difference_of(stopped, whole)
+            return Finding(WHAT, False, problem)
+    difference = difference_of(stopped, whole)
     figure = f"stopped after step {step} of {length}: {difference or 'the same'}, to the bit"
-    return Finding(what, not difference, figure)
+    return Finding(WHAT, not difference, figure)
 
 
 def small(config: TrainConfig, length: int) -> TrainConfig:
@@ -100,12 +111,22 @@ def small(config: TrainConfig, length: int) -> TrainConfig:
 
 
 def fewest_blocks(config: TrainConfig) -> int:
-    """Return 2, or as many blocks as the arm has if its plan or its numbers are for so many."""
-    try:
-        NormPlan(config, 2, config.n_embd, config.bias)
-    except ConfigError:
-        return config.n_layer
-    return 2
+    """Return the fewest blocks, 2 in most plans, in which every norm of the arm has a place.
+
+    As many as the arm has if its plan or its numbers are for so many.
+    """
+    wanted = letters_of(config, config.n_layer)
+    for n_layer in range(2, config.n_layer):
+        with contextlib.suppress(ConfigError):
+            if letters_of(config, n_layer) == wanted:
+                return n_layer
+    return config.n_layer
+
+
+def letters_of(config: TrainConfig, n_layer: int) -> list[set[str]]:
+    """Return the letters of inputs, of outputs and of the embeddings' norm."""
+    plan = NormPlan(config, n_layer, config.n_embd, config.bias)
+    return [set(plan.letters), set(plan.outputs), set(plan.embedding)]
 
 
 def as_config_file(config: TrainConfig) -> str:

@@ -22,7 +22,7 @@ from training.choices import with_vocabulary
 from training.config import TrainConfig
 from training.dataloader import Blocks
 
-from .places import EMBEDDINGS, place_names
+from .places import EMBEDDINGS, as_it_was, place_names
 
 OUTPUT = " output"  # ends the name of an output norm
 SEQUENCES, TOKENS = 4, 128  # of the batch, at most
@@ -64,8 +64,9 @@ def matched_gain(found: list[Start], config: TrainConfig) -> float | None:
     """Return the `initial_gain` with which the median of the ratios is 1.
 
     Returns:
-        None if it is 1 within 5 %, as no one gain would bring single places nearer; if the arm has
-        gains of its own for each place; or if its norms do not take theirs from `initial_gain`.
+        None if it is 1 within 5 %, as no one gain would bring single places nearer; if that gain
+        would take more places from the baseline's scale than it brings there; if the arm has gains
+        of its own for each place; or if its norms do not take theirs from `initial_gain`.
     """
     inputs = [start for start in found if start.is_input]
     if not inputs or isinstance(config.initial_gain, tuple) or not config.has_gain:
@@ -79,9 +80,10 @@ def matched_gain(found: list[Start], config: TrainConfig) -> float | None:
     for _ in range(ROUNDS):
         gain = last - size / slope
         rms = output_rms(dataclasses.replace(config, initial_gain=math.exp(gain)))
-        ratio = median_ratio([start._replace(rms=rms[start.place]) for start in inputs])
+        moved = [start._replace(rms=rms[start.place]) for start in inputs]
+        ratio = median_ratio(moved)
         if LEAST <= ratio <= MOST:
-            return math.exp(gain)
+            return math.exp(gain) if n_matched(moved) >= n_matched(inputs) else None
         if not 0 < ratio < math.inf:
             break
         slope = (math.log(ratio) - size) / (gain - last)
@@ -93,6 +95,11 @@ def matched_gain(found: list[Start], config: TrainConfig) -> float | None:
 
 def median_ratio(found: list[Start]) -> float:
     return statistics.median(start.ratio for start in found)
+
+
+def n_matched(found: list[Start]) -> int:
+    """Count the places at the baseline's scale."""
+    return sum(LEAST <= start.ratio <= MOST for start in found)
 
 
 @torch.no_grad()
@@ -128,9 +135,12 @@ def noting(name: str, rms: dict[str, float]):
     """Return a forward hook of a place that notes the RMS of its norms' outputs in `rms`."""
 
     def note(place: Place, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        y, h, _ = outputs
-        if place.output is not None and not place.replaces:
-            rms[name + OUTPUT] = size_of(h - inputs[0])  # it may be one kernel with the sum
+        y, _, _ = outputs
+        if place.output is not None:
+            # Once more, because in the pass it may have been part of a function that adds.
+            with as_it_was(place.output):
+                normed, _ = place.output(inputs[1])
+            rms[name + OUTPUT] = size_of(normed)
         if not isinstance(place.reader or place.norm, NoNorm):
             rms[name] = size_of(y)
 

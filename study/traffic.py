@@ -240,8 +240,8 @@ def bytes_of_one_more_block(
         with torch.autocast("cpu", torch.bfloat16):
             found.append(step_launches(model, [idx, idx]))
     rows = []
-    for figure in figures:
-        three, two = (total(step, config.n_embd, *figure) for step in found)
+    for crossings, whole in figures:
+        three, two = (total(step, config.n_embd, crossings, whole) for step in found)
         rows.append((three - two) / tokens)
     return rows
 

@@ -210,11 +210,11 @@ def read_outcome(out: Path, record: Record) -> Outcome:
     choices = {name: chosen(record, screens) for name, screens in options.items()}
     screens = {name: choice.screen for name, choice in choices.items()}
     rates = {name: choice.rate for name, choice in choices.items()}
-    no_rate = {
-        name: NOT_SETTLED if all(its.is_over for its in options[name].values()) else NOT_OVER
-        for name, rate in rates.items()
-        if rate is None
-    }
+    no_rate = {}
+    for name, rate in rates.items():
+        if rate is None:
+            are_over = all(its.is_over for its in options[name].values())
+            no_rate[name] = NOT_SETTLED if are_over else NOT_OVER
     arms: Arms = {}
     others: list[str] = []  # lines about runs that are not of this study, or not at the rate
     # Without its rate, nothing tells whether an arm's runs were made at it, nor the rate's error.

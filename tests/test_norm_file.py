@@ -337,13 +337,60 @@ NOT_A_NORM = {
         "TYPES = {'A': NormType(lambda *_: 'AAA', 'A', residual_weight=lambda n: 3.0)}\n",
         "its residual_weight acts where",
     ),
+    "a weight as a number": (
+        "class A(Norm): pass\n"
+        "TYPES = {'A': NormType(lambda *_: 'PPP', 'P', residual_weight=3.0)}\n",
+        "its residual_weight must be a function",
+    ),
+    "a plan of one argument": (
+        "class A(Norm): pass\nTYPES = {'A': NormType(lambda config: 'AAA', 'A')}\n",
+        "the plan of norm type 'A': TypeError",
+    ),
+    "a plan that is too short": (
+        "class A(Norm): pass\nTYPES = {'A': NormType(lambda *_: 'AA', 'A')}\n",
+        "norm_plan 'AA': 1 blocks",
+    ),
+    "factors without a function": (
+        "class A(Norm): pass\n"
+        "TYPES = {'A': NormType(lambda *_: 'AAA', 'A', recipe=Recipe({'mlp.up': 2.0}))}\n",
+        "its recipe must be",
+    ),
+    "a factor of no part": (
+        "class A(Norm): pass\n"
+        "TYPES = {'A': NormType(lambda *_: 'AAA', 'A', "
+        "recipe=Recipe(lambda n: {'attn.out': 2.0}))}\n",
+        "name attn.out, and the parts",
+    ),
+    "keys as text": (
+        "class A(Norm): pass\nTYPES = {'A': NormType(uniform('A'), 'A', keys='post_base')}\n",
+        "its keys must be a tuple",
+    ),
+    "an output norm that needs a sum": (
+        "class A(Norm): pass\nTYPES = {'A': NormType(lambda *_: 'AAA|Ds', 'A', outputs='Ds')}\n",
+        "has D, s as a norm of outputs",
+    ),
 }
+
+
+def test_a_plan_by_hand_goes_before_the_weight_of_a_row(registry, tmp_path):
+    path = tmp_path / "weighted.py"
+    path.write_text(
+        "from norms import Norm\nfrom norm_types import NormType, post_letters\n"
+        "class A(Norm): pass\n"
+        "TYPES = {'mine': NormType(post_letters, 'IPA', residual_weight=lambda n: 3.0)}\n"
+    )
+    norm_files.add_norms(read_norm_file(str(path)))
+    weights = {}
+    for letters in ("", "AAA"):
+        model = GPT(GPTConfig(norm_type="mine", norm_plan=letters, **SHAPE))
+        weights[letters] = [place.residual_weight for place in model.places()]
+    assert weights == {"": [1, 3, 3], "AAA": [1, 1, 1]}
 
 
 @pytest.mark.parametrize("content, message", NOT_A_NORM.values(), ids=NOT_A_NORM)
 def test_what_cannot_be_a_norm_is_a_line_that_says_so(registry, tmp_path, content, message):
     path = tmp_path / "wrong.py"
-    path.write_text(f"from norms import Norm\nfrom norm_types import NormType\n{content}")
+    path.write_text(f"from norms import Norm\nfrom norm_types import *\n{content}")
     with pytest.raises(UserError, match=message):
         norm_files.add_norms(read_norm_file(str(path)))
         GPT(GPTConfig(norm_type="A", **SHAPE))

@@ -20,6 +20,8 @@ from fold import gpt
 from hf import weights
 from hf.coupled import register
 from model import GPT, GPTConfig
+from norm_types import NORM_TYPES, NormType, Recipe, post_letters, uniform
+from norms import CenteredLinear, center
 
 if transformers:
     register()
@@ -368,6 +370,30 @@ def test_what_no_architecture_computes_is_refused(config, key, tmp_path):
     with pytest.raises(HFError, match=rf"\b{key}") as caught:
         weights.export_hf(GPT(config), tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+# What the row of a norm file may say beside its letters, which are those of the house
+ROWS = {
+    "a learned scale": NormType(uniform("R"), "R", recipe=Recipe(learned_scale=True)),
+    "centred linears": NormType(uniform("R"), "R", residual_linear=CenteredLinear),
+    "a centred stream": NormType(uniform("R"), "R", embed=center),
+    "a weight": NormType(post_letters, "IP", residual_weight=lambda n_layer: 2.0),
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_row_that_no_architecture_computes_is_refused(row, registry, tmp_path):
+    NORM_TYPES["mine"] = row
+    with pytest.raises(HFError, match="norm_type='mine'"):
+        weights.export_hf(GPT(replace(ROTARY, norm_type="mine")), tmp_path / "out")
+
+
+def test_a_row_whose_norms_have_biases_is_written_with_them(registry, tmp_path):
+    NORM_TYPES["mine"] = NormType(uniform("R"), "R", rms_has_bias=True)
+    model = shake(GPT(replace(ROTARY, norm_type="mine", bias=True))).eval()
+    again = weights.load_hf(weights.export_hf(model, tmp_path / "out"))
+    idx = torch.arange(20)[None]
+    same(model(idx), again(idx))
 
 
 def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):

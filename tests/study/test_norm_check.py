@@ -13,7 +13,7 @@ from warm_python import warm_python
 
 from model import GPTConfig
 from norm_files import take_norm_file
-from norm_types import NORM_TYPES
+from norm_types import NORM_TYPES, NormType
 from study import cuda_codegen
 from study.norm_check import (
     check_arm,
@@ -23,6 +23,7 @@ from study.norm_check import (
     count_bytes,
     size_of,
 )
+from study.resume_check import fewest_blocks
 from study.starts import matched_gain, starts
 from training.choices import has_compiler
 from training.config import TrainConfig
@@ -370,6 +371,14 @@ def test_what_cannot_be_counted_is_said(tiny_data, case):
     assert size.parameters - without.parameters == gains * 64
 
 
+@pytest.mark.parametrize(
+    ("norm_type", "n_layer", "fewest"),
+    [("rms", 6, 2), ("rms", 1, 1), ("mixln", 6, 4), ("mixln", 3, 2), ("bhyt", 6, 2)],
+)
+def test_the_run_that_is_resumed_has_every_norm_of_the_arm(tiny_data, norm_type, n_layer, fewest):
+    assert fewest_blocks(config_of(tiny_data, norm_type=norm_type, n_layer=n_layer)) == fewest
+
+
 # ------------------------------------------------------------------------------- the scale at first
 
 
@@ -424,6 +433,16 @@ def test_one_gain_is_not_set_for_single_places(arm, tiny_data):
     assert matched_gain([], config) is None
 
 
+@pytest.mark.parametrize(("plan", "matched"), [("IRRRMMMMR", None), ("IRRRMMMMM", 0.8)])
+def test_no_gain_is_set_between_two_halves_of_a_plan(arm, tiny_data, plan, matched):
+    """R starts as the baseline, M 1.25 times as large. At 0.89 neither would start as it does."""
+    config, _ = arm(SOUND["MeanAbs"], "MeanAbs", norm_plan=plan, n_layer=4)
+    found = starts(config, config_of(tiny_data, norm_type="rms", n_layer=4))
+    assert len(found) == 8
+    gain = matched_gain(found, config)
+    assert gain is None if matched is None else gain == pytest.approx(matched, rel=0.02)
+
+
 def test_output_norms_and_that_of_the_embeddings_have_a_scale(tiny_data):
     """Also where they are one kernel with the sum; a place without a norm has none."""
     found = starts(*(config_of(tiny_data, norm_type=name) for name in ("peri", "peri")))
@@ -431,6 +450,18 @@ def test_output_norms_and_that_of_the_embeddings_have_a_scale(tiny_data):
     assert all(start.ratio == 1 and start.rms == pytest.approx(1, rel=0.05) for start in found)
     found = starts(*(config_of(tiny_data, norm_type=name) for name in ("olmo2", "rms")))
     assert [start.place for start in found] == ["final"]
+
+
+def test_output_norms_have_a_scale_where_the_stream_is_replaced(tiny_data, registry):
+    """Also beside a weight of the stream, which is no part of what the output norm gives."""
+
+    def sandwich(config, n_layer):
+        return "P" * (2 * n_layer + 1) + "|" + "R" * 2 * n_layer
+
+    NORM_TYPES["mine"] = NormType(sandwich, "P", outputs="R", residual_weight=lambda n_layer: 2.0)
+    found = starts(*(config_of(tiny_data, norm_type=name) for name in ("mine", "peri")))
+    assert len(found) == 5 + 4
+    assert all(start.rms == pytest.approx(1, rel=0.05) for start in found)
 
 
 def test_a_norm_without_scale_invariance_is_matched_in_turns(tiny_data):
