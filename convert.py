@@ -320,12 +320,26 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
 
 def foreign_inputs(model: nn.Module, config: ConvertConfig) -> dict[str, Any]:
     """Return example inputs of a transformers model: of the file --inputs, or random ones."""
-    if config.inputs:
-        from safetensors.torch import load_file
+    if not config.inputs:
+        return example_inputs(model, config.seed)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
-        check_regular(Path(config.inputs))
-        return load_file(config.inputs) | no_cache(model)
-    return example_inputs(model, config.seed)
+    check_regular(Path(config.inputs))
+    try:
+        inputs = load_file(config.inputs)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"inputs={config.inputs}: not a safetensors file that can be read ({error}): write one "
+            "with safetensors.torch.save_file"
+        ) from None
+    name = model.main_input_name
+    if name not in inputs and "inputs_embeds" not in inputs:
+        raise ConfigError(
+            f"inputs={config.inputs}: no {name} in it, which {type(model).__name__} reads; it has "
+            f"{', '.join(inputs) or 'nothing'}: name the tensors as the model's arguments"
+        )
+    return inputs | no_cache(model)
 
 
 class Folded(NamedTuple):

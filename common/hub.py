@@ -100,6 +100,8 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Read a JSON file of a model's folder. Raises HFError."""
     path = folder / name
     if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise HFError(f"{folder}: an adapter, no model: merge it into its model, and name that")
         raise HFError(f"{folder}: no {name} there, so not the folder of such a model: check it")
     try:
         return dict(parse_json(read_regular(path, MOST_JSON)))

@@ -57,8 +57,8 @@ def load_pretrained(spec: str | Path) -> nn.Module:
         )
     except Exception as error:  # the class, safetensors, a quantiser and the disk raise anything
         raise ConfigError(
-            f"{spec}: transformers cannot load it ({first_line(error)}): check the folder; is it a "
-            "newer model, or one with code of its own?"
+            f"{spec}: transformers cannot load it ({first_line(error)}): check the folder; is a "
+            "file cut off, is it a newer model, or one with code of its own?"
         ) from None
     # from_pretrained itself only warns.
     missing = sorted(info["missing_keys"])

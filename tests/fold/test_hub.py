@@ -374,6 +374,11 @@ def test_refusals(folder, tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(FoldError, match="none of 0 LayerNorms"):
         convert.main([str(folder("LlamaModel", vocab_size=50, **SIZE)), "--to=rms"])
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(HFError, match="an adapter, no model: merge"):
+        hub.load_pretrained(adapter)
     os.mkfifo(opt / "fold.json")  # to open it waits for its writer
     with pytest.raises(HFError, match=r"no fold\.json there"):
         hub.load(opt)
@@ -402,6 +407,15 @@ def test_inputs_of_a_file(folder, tmp_path, capsys):
     convert.main([str(path), *words])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["strict"] == 0 and told["rules"] == "paper"
+    save_file({"input_idz": torch.ones(1, 3)}, tmp_path / "other")
+    (tmp_path / "half").write_bytes((tmp_path / "other").read_bytes()[:20])
+    for name, why in {
+        "none": "not a safetensors file",
+        "half": "not a safetensors file",
+        "other": "no input_ids in it.*it has input_idz",
+    }.items():
+        with pytest.raises(ConfigError, match=f"inputs=.*{name}: {why}"):
+            convert.main([str(path), "--analyze", f"--inputs={tmp_path / name}"])
 
 
 KINDS = {
