@@ -138,18 +138,23 @@ class Case:
             return functools.partial(self.forward, arm)
         return functools.partial(self.backward, self.forward(arm))
 
-    def copy(self, phase: str, copy: Callable[[Tensor, Tensor], Any]) -> None:
-        """Move, for every set, the fewest bytes of the operator: half of them read, half written.
+    def moving(self, copy: Callable[[Tensor, Tensor], Any], phase: str) -> Callable[[], None]:
+        """Return a call that moves, for every set, the fewest bytes that the operator needs.
 
-        There are as many copies as sets, so that launches cost a copy the same share of its time as
-        they cost the arms.
+        Half of them are read, half written. There are as many copies as sets, so that launches cost
+        a copy the same share of its time as they cost the arms.
 
         Args:
             copy: called with target and source.
+            phase: of the operator.
         """
         half = self.bytes[PHASES.index(phase)] // 2
-        for source, target in self.copies:
-            copy(target[:half], source[:half])
+
+        def move() -> None:
+            for source, target in self.copies:
+                copy(target[:half], source[:half])
+
+        return move
 
     def error(self, arm: Function) -> float:
         """Return the largest relative L2 error of an output or gradient of the first set.
@@ -246,8 +251,7 @@ def calls_of(
             call()
             calls[arm] = call
     for name, copy in copies.items():
-        move = functools.partial(case.copy, phase, copy)
-        calls[COPY + name] = prepared(functools.partial(lambda move: move, move))
+        calls[COPY + name] = prepared(functools.partial(case.moving, copy, phase))
     return calls
 
 

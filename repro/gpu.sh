@@ -119,7 +119,7 @@ quarter() {
   limit=100 stage quarter-decode "${decode[@]}" --arms=A,B,C,D --rounds=12 \
     "--out=$out/quarter/decode"
   limit=100 stage quarter-kernels "$PYTHON" -m bench.kernels --arms=triton --rounds=12 \
-    --ops=rms_norm,layer_norm,taper_norm --channels=768,2048,4096 --rows=65536 \
+    --ops=rms_norm,layer_norm,taper_norm,norm_add_norm --channels=768,2048,4096 --rows=65536 \
     "--out=$out/quarter/kernels"
   limit=60 stage quarter-bytes "${pytest[@]}" -s tests/bench/test_bytes.py -k "real_step and rms"
   # beside the ledger: the microseconds of a launch

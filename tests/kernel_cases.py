@@ -129,8 +129,8 @@ OPERATORS = {
         lambda t: exact_rms(t, t.x, groups_of(t.C)),
     ),
     "add_rms": (
-        "xaw",
-        lambda t: kernels.add_rms_norm(t.x, t.a, t.w, EPS, mode="triton"),
+        "xawb",
+        lambda t: kernels.add_rms_norm(t.x, t.a, t.w, EPS, t.b, mode="triton"),
         exact_add_rms,
     ),
     "add_normed": (

@@ -141,7 +141,7 @@ def test_a_copy_moves_as_many_bytes_as_the_operator_must():
     for function in (copy, torch.Tensor.copy_):
         case.copies = [torch.arange(2 * 512).remainder(255).to(torch.uint8).view(2, 512).clone()]
         ((source, target),) = case.copies
-        case.copy("backward", function)
+        case.moving(function, "backward")()
         assert torch.equal(source[:300], target[:300])
         assert (source[300:] != target[300:]).all()
 

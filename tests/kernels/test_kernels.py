@@ -8,6 +8,7 @@ Without a GPU the kernels run in Triton's interpreter (helpers.py). NANONORM_FUL
 all combinations of the axes, always the same one.
 """
 
+import inspect
 import itertools
 import os
 import random
@@ -172,6 +173,17 @@ def check_case(name, case):
         assert tensor is old or torch.equal(tensor, old), f"{case}: an input was written to"
     check_guards()
     return outputs, gradients
+
+
+def test_the_operators_are_all_here():
+    """Those of the package are its functions with a `mode`; every test below goes through them."""
+    there = {
+        name
+        for name, member in vars(kernels).items()
+        if inspect.isfunction(member) and "mode" in inspect.signature(member).parameters
+    }
+    called = {name for _, operator, _ in OPERATORS.values() for name in operator.__code__.co_names}
+    assert there - called == {"apply", "takes_kernel"}  # which an operator calls itself
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
