@@ -134,6 +134,8 @@ def record(model: nn.Module, inputs: Inputs) -> list[Call]:
     """Run a model, and return the calls of its modules that return a tensor like one they take.
 
     In the order in which they end: a module comes after those within it.
+
+    Raises FoldError where the model does not run on the inputs.
     """
     calls: dict[str, Call] = {}
     given: dict[str, list[tuple[tuple, dict]]] = defaultdict(list)
@@ -158,6 +160,12 @@ def record(model: nn.Module, inputs: Inputs) -> list[Call]:
             hooks.append(module.register_forward_hook(partial(after, path), with_kwargs=True))
     try:
         run(model, inputs, widen=False)
+    except Exception as error:  # what the model's forward may raise
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise FoldError(
+            f"{type(model).__name__} does not run on its example inputs ({said}): give it others; "
+            "with --against both models run on the first one's"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()

@@ -236,6 +236,10 @@ def times_one():
     return Times(make()[0]), {"x": torch.randn(2, 4, 8), "times": 1.0}
 
 
+def wrong_size():
+    return make()[0], (torch.randn(2, 4, 9),)
+
+
 def nothing():
     return None
 """
@@ -594,11 +598,18 @@ def test_the_rounding_of_an_exported_norm(is_before, dtype):
     assert found.has_difference is not is_before
 
 
-def test_a_function_that_returns_no_model_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("nothing", "must return"),
+        ("wrong_size", r"Sequential does not run on its example inputs \(RuntimeError: mat1 and"),
+    ],
+)
+def test_a_function_that_returns_no_model_with_its_inputs_is_named(tmp_path, function, said):
     file = tmp_path / "mine.py"
     file.write_text(MODEL)
-    with pytest.raises(doctor.ConfigError, match="must return"):
-        doctor.main([f"{file}:nothing"])
+    with pytest.raises(doctor.ConfigError, match=said):
+        doctor.main([f"{file}:{function}"])
 
 
 def test_what_a_norm_is_given():
