@@ -39,7 +39,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -167,37 +167,63 @@ def without_cache(model: nn.Module, inputs: Inputs) -> Inputs:
     return given | arguments
 
 
-def same_inputs(
-    model: nn.Module, inputs: Inputs, other: nn.Module, own: Inputs
-) -> tuple[Inputs, str]:
-    """Return the inputs of one model as another takes them.
+class SameInputs(NamedTuple):
+    """The inputs of one model in the form in which another takes them.
+
+    Attributes:
+        inputs: for the other model.
+        why: why its own example stands instead; "" where it does not.
+        left_out: the arguments of the first model for which the other's example has no place.
+    """
+
+    inputs: Inputs
+    why: str
+    left_out: list[str]
+
+
+def same_inputs(model: nn.Module, inputs: Inputs, other: nn.Module, own: Inputs) -> SameInputs:
+    """Bring the inputs of one model into the form of another's example.
 
     Tensors go to the arguments of the same name, and what is left in the order in which it stands.
-
-    Returns:
-        Inputs in the form of `own`, and ""; or `own`, and why they could not be brought into it.
+    Numbers, flags and what holds several tensors go by name alone.
     """
-    given, wanted = (
-        {name: value for name, value in named(*pair).items() if isinstance(value, torch.Tensor)}
-        for pair in ((model, inputs), (other, own))
-    )
+    given, wanted = named(model, inputs), named(other, own)
     new = {name: given[name] for name in wanted if name in given}
-    left = [value for name, value in given.items() if name not in new]
-    for name in wanted:
-        if name not in new and left:
-            new[name] = left.pop(0)
+    left = [name for name in given if name not in new and isinstance(given[name], torch.Tensor)]
+    for name, like in wanted.items():
+        if isinstance(like, torch.Tensor) and name not in new and left:
+            new[name] = given[left.pop(0)]
     for name, like in wanted.items():
         value = new.get(name)
-        if value is None or value.is_floating_point() != like.is_floating_point():
-            what = f"argument {name}" if isinstance(name, int) else name
-            return own, (
-                f"{what} of the other model is not in the first model's example: let both have "
-                "the same tensors, in the same order or under the same names"
+        if not isinstance(like, torch.Tensor):
+            continue
+        if not isinstance(value, torch.Tensor) or (
+            value.is_floating_point() != like.is_floating_point()
+        ):
+            return SameInputs(
+                own,
+                f"{said_argument(name)} of the other model is not in the first model's example: "
+                "let both have the same tensors, in the same order or under the same names",
+                [],
             )
         new[name] = value.to(like.dtype)
+    switched_off = no_cache(model)
+    left += [
+        name
+        for name, value in given.items()
+        if not isinstance(value, torch.Tensor | None)
+        and name not in wanted
+        and name not in switched_off
+    ]
+    left_out = [said_argument(name) for name in given if name in left]
     if isinstance(own, dict):
-        return own | new, ""
-    return tuple(new.get(name, value) for name, value in named(other, own).items()), ""
+        return SameInputs(own | new, "", left_out)
+    return SameInputs(tuple(new.get(name, value) for name, value in wanted.items()), "", left_out)
+
+
+def said_argument(name: int | str) -> str:
+    """Name an argument of a call, by its position where it has no name."""
+    return f"argument {name}" if isinstance(name, int) else name
 
 
 def text_batches(
@@ -230,12 +256,15 @@ def main(argv: list[str]) -> None:
     told = {"spec": spec, **found.record()}
     if config.against:
         other, others = on_device(*load_any(config.against, config.seed), device)
-        others, why = same_inputs(model, inputs, other, others)
-        theirs = norms_of(other, others)
-        comparison = compare_found(found, theirs, model, other, inputs, others, why)
-        print(f"{spec} against {config.against}:", comparison, sep="\n")
+        same = same_inputs(model, inputs, other, others)
+        theirs = norms_of(other, same.inputs)
+        comparison = compare_found(found, theirs, model, other, inputs, same.inputs, same.why)
+        print(f"{spec} against {config.against}:", *comparison.verdict(), sep="\n")
+        if same.left_out:
+            print(f"the other model's example has no place for {', '.join(same.left_out)}")
+        print(*comparison.listed(), sep="\n")
         print(f"\nnorms of {config.against}:", theirs, f"\nnorms of {spec}:", sep="\n")
-        told |= {"against": config.against, **comparison.record()}
+        told |= {"against": config.against, "left_out": same.left_out, **comparison.record()}
     print(found)
     if config.text:
         measured = streams(model, found, text_batches(spec, model, config, device))

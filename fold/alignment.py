@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .certificate import Inputs, run
-from .formulas import NO_EPS, Found, difference
+from .formulas import NO_EPS, NOT_A_NORM, Found, difference
 from .gain_forms import one_a_channel
 from .norm_probes import SECOND, SUM, UNPROBED, NormRow, NormsFound, norms_of, pattern, tensors
 from .roundings import WIDTHS, orders
@@ -29,6 +29,7 @@ SAME_GAIN = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # in other types
 SAME_EPS = 1e-3
 SAME_OUTPUT = 1e-6  # in float64
 SAME_BITS = 0.01  # largest share of 16-bit outputs that differ
+AMPLIFIED = 30  # a difference of a norm's outputs may have grown by this on the way to the next
 
 # In what two norms differ
 KIND = "kind"
@@ -44,6 +45,7 @@ STATISTIC = "statistic"
 OTHER = "cause not known"
 MISSING = "missing"
 MORE = "one more"
+CALLS = "calls"
 INPUT = "other input"
 
 
@@ -69,7 +71,9 @@ class Pair:
         effect: largest difference of their outputs on the same input, each in its own type,
             relative; None: not known.
         inputs: largest difference of the inputs that they received, relative; None: not known.
+        is_of_other_size: those inputs have other numbers of elements.
         is_unread: one is missing in a model whose graph could not be read: it may be in a forward.
+        unnamed: where one is missing, what stands at its path there, if no formula is known of it.
     """
 
     one: NormRow | None
@@ -78,7 +82,9 @@ class Pair:
     differences: list[Difference] = field(default_factory=list)
     effect: float | None = None
     inputs: float | None = None
+    is_of_other_size: bool = False
     is_unread: bool = False
+    unnamed: NormRow | None = None
 
     @property
     def is_rounding(self) -> bool:
@@ -101,6 +107,7 @@ class Comparison:
         is_noise: whether that is no more than noise.
         uncompared: why the two models did not run on the same example; "" if they did.
         later: after a first difference of rounding, what first changes more, and is no rounding.
+        left_out: how many norms of the model, and of the other, have no known formula.
     """
 
     pairs: list[Pair]
@@ -112,6 +119,7 @@ class Comparison:
     is_noise: bool = True
     uncompared: str = ""
     later: str = ""
+    left_out: tuple[int, int] = (0, 0)
 
     @property
     def has_difference(self) -> bool:
@@ -138,6 +146,9 @@ class Comparison:
             yield f"first that is no rounding: {self.later}"
         if self.first is not None:
             yield self.outputs
+        if any(self.left_out):
+            here, there = self.left_out
+            yield f"NOT compared, since no formula is known: {counted(here)} here, {there} there"
         if self.uncompared:
             yield f"inputs were NOT compared: {self.uncompared}"
             return
@@ -150,8 +161,8 @@ class Comparison:
             )
         if len(known) < len(both):
             yield (
-                f"inputs were NOT compared of {counted(len(both) - len(known))}: written out in a "
-                "forward, or of another size there"
+                f"inputs were NOT compared of {counted(len(both) - len(known))}: of another size "
+                "there, or not known"
             )
 
     def listed(self) -> Iterator[str]:
@@ -190,6 +201,7 @@ class Comparison:
             "outputs": self.outputs,
             "uncompared": self.uncompared,
             "later": self.later,
+            "left_out_norms": self.left_out,
         }
 
 
@@ -211,6 +223,11 @@ def said_effect(pairs: Sequence[Pair]) -> str:
     return f"; on the same input their outputs differ by {max(known):.0e}"
 
 
+def kind_and_width(row: NormRow) -> str:
+    """Name the formula of a norm, and over how many numbers it goes."""
+    return f"{row.kind} over {row.width}" if row.width else row.kind
+
+
 def described(pair: Pair) -> Iterator[str]:
     """Say how the two norms of a pair differ."""
     if pair.is_unread:
@@ -218,6 +235,9 @@ def described(pair: Pair) -> Iterator[str]:
         which = "other" if pair.other is None else "first"
         found = f"{row.kind} over {row.width}"
         yield f"not found in the {which} model, whose graph cannot be read ({found})"
+    elif pair.unnamed is not None:
+        here, there = (row or pair.unnamed for row in (pair.one, pair.other))
+        yield str(Difference(KIND, f"{kind_and_width(here)} here, {kind_and_width(there)} there"))
     elif pair.other is None:
         yield f"{MISSING} in the other model ({pair.one.kind} over {pair.one.width})"
     elif pair.one is None:
@@ -244,7 +264,7 @@ def same_gain(*rows: NormRow) -> float:
 def has_same_gains(one: NormRow, other: NormRow) -> bool:
     """Tell whether two norms have the same gains in some order, one's perhaps all greater by 1."""
     a, b = gains(one), gains(other).to(gains(one).device)
-    if one.width != other.width or a.shape != b.shape:
+    if a.shape != b.shape:
         return False
     tolerance = same_gain(one, other) * max(1.0, float(a.abs().max()))
     return any(float((a + shift - b).abs().max()) <= tolerance for shift in (0, 1, -1))
@@ -285,14 +305,14 @@ def align(ones: Sequence[NormRow], others: Sequence[NormRow]) -> list[Pair]:
 
 
 def in_order(ones: Sequence[NormRow], others: Sequence[NormRow]) -> list[tuple[int, int]]:
-    """Pair norms of one width in the order in which they run, as many as possible.
+    """Pair norms of one width or one path in the order in which they run, as many as possible.
 
     Of equally many, those with the same path, then those of one kind.
     """
 
     def worth(i: int, j: int) -> float:
         one, other = ones[i], others[j]
-        if one.width != other.width:
+        if one.width != other.width and one.path != other.path:
             return 0.0
         return 1 + 0.01 * (one.path == other.path) + 0.001 * (one.kind == other.kind)
 
@@ -327,13 +347,14 @@ def differences(one: NormRow, other: NormRow) -> list[Difference]:
         b.formula, eps=0, place=NO_EPS
     )
     if not same_formula or a.layout.size[2] != b.layout.size[2]:
-        return [Difference(KIND, f"{one.kind} here, {other.kind} there")]
+        here, there = kind_and_width(one), kind_and_width(other)
+        return [Difference(KIND, f"{here} here, {there} there")]
     if a.formula.place != b.formula.place:
         text = f"{_eps(one)} here, {_eps(other)} there"
         found.append(Difference(PLACE, text))
     elif abs(a.formula.eps - b.formula.eps) > SAME_EPS * max(a.formula.eps, b.formula.eps):
         here, there = (
-            f"{row.eps:.4g}" + (f", {row.eps_of}'s own," if row.eps_of else "")
+            f"{row.eps:.5g}" + (f", {row.eps_of}'s own," if row.eps_of else "")
             for row in (one, other)
         )
         text = f"{here} here, {there} there"
@@ -349,11 +370,19 @@ def differences(one: NormRow, other: NormRow) -> list[Difference]:
         else:
             text = "none here, one there"
         found.append(Difference(BIAS, text))
-    return found + _rounding_differences(one, other)
+    if one.calls != other.calls and not (one.by_hand or other.by_hand):
+        text = f"called {times(one.calls)} here, {times(other.calls)} there"
+        found.append(Difference(CALLS, text))
+    return found + _rounding_differences(one, other, compare_bits=not found)
+
+
+def times(count: int) -> str:
+    """Write how often something happens."""
+    return "once" if count == 1 else f"{count} times"
 
 
 def _eps(row: NormRow) -> str:
-    return "no eps" if row.place == NO_EPS else f"{row.eps:.4g} {row.place}"
+    return "no eps" if row.place == NO_EPS else f"{row.eps:.5g} {row.place}"
 
 
 def _gain_difference(one: NormRow, other: NormRow) -> list[Difference]:
@@ -376,8 +405,12 @@ def _gain_difference(one: NormRow, other: NormRow) -> list[Difference]:
     return [Difference(GAIN, f"values differ by {off:.3g}")]
 
 
-def _rounding_differences(one: NormRow, other: NormRow) -> list[Difference]:
-    """Compare orders of rounding; by the bits where one of them is not known."""
+def _rounding_differences(one: NormRow, other: NormRow, compare_bits: bool) -> list[Difference]:
+    """Compare orders of rounding; by the bits where one of them is not known.
+
+    Args:
+        compare_bits: false where the norms differ otherwise: then the bits say nothing.
+    """
     both = one.float32, other.float32
     is_float32 = one.norm.dtype == other.norm.dtype == torch.float32
     differs = both[0].split(" (")[0] != both[1].split(" (")[0]  # not by how much alone
@@ -403,7 +436,7 @@ def _rounding_differences(one: NormRow, other: NormRow) -> list[Difference]:
             found.append(Difference(ROUNDING, f"{here} here, {there} there, in {name}"))
         if found:
             return found
-        if known in (a.statistic, b.statistic):
+        if compare_bits and known in (a.statistic, b.statistic):
             share = different_bits(one, other, dtype)
             if share > SAME_BITS:
                 text = f"{share:.0%} of the outputs in {name} differ: rounding or statistic"
@@ -432,11 +465,9 @@ def both_outputs(
         dtype: in which both are computed; None: each as it is, in its own type.
     """
     a, b = one.norm, other.norm
-    functions = [norm.own if dtype is None else norm.function for norm in (a, b)]
+    functions = [norm.own if dtype is None else norm.function(dtype) for norm in (a, b)]
     if None in functions or a.x is None:
         return None
-    if dtype is not None:
-        functions = [function(dtype) for function in functions]
     rows = a.found.layout.rows(a.x.detach())
     there = in_layout(rows, b.found)
     if there is None:
@@ -482,10 +513,16 @@ def input_difference(one: NormRow, other: NormRow) -> float | None:
     return difference(b.flatten().sort().values, a.flatten().sort().values)
 
 
+def is_of_other_size(one: NormRow, other: NormRow) -> bool:
+    """Tell whether the inputs of two norms are known and have other numbers of elements."""
+    a, b = given(one), given(other)
+    return a is not None and b is not None and a.numel() != b.numel()
+
+
 def given(row: NormRow) -> Tensor | None:
     """Return what a norm received: the sum, if it adds a second input first; None: not known."""
     call = row.norm.call
-    if call is None or row.note.startswith(SECOND):
+    if row.note.startswith(SECOND):
         return None
     if row.note != SUM:
         return row.norm.x
@@ -528,14 +565,14 @@ def with_one_thing(cause: str, one: Found, other: Found) -> Found | None:
     if cause == PLACE:
         new = replace(formula, eps=one.formula.eps, place=one.formula.place)
         return replace(other, formula=new)
-    if cause in (OFFSET, GAIN, PERMUTED):
+    if cause in (OFFSET, GAIN, PERMUTED, BIAS):
         if one.gain.shape != other.gain.shape:
             return None
-        return replace(other, gain=one.gain)
+        return replace(other, bias=one.bias) if cause == BIAS else replace(other, gain=one.gain)
     if cause == OWN:
         return other  # computed without its casts
-    if cause == KIND and one.layout.size == other.layout.size:
-        return replace(other, formula=one.formula, gain=one.gain)
+    if cause == KIND and one.layout.shape == other.layout.shape:
+        return one
     return None
 
 
@@ -565,7 +602,7 @@ def prove(
 ) -> str:
     """Replace the one thing that differs first, wherever it does, and say what follows."""
     first = comparison.first
-    if first.is_unread or first.one is None or (first.one.by_hand or first.one.norm is None):
+    if first.is_unread or first.unnamed is not None or first.one is None or first.one.by_hand:
         return ""
     if first.other is not None and first.differences:
         cause = first.differences[0].cause
@@ -612,6 +649,8 @@ def _said(how: str, aim: Tensor, before: Tensor, after: Tensor) -> str:
     verdict = "not the only cause"
     if max(was, now) <= noise:
         verdict = "no more than noise in the outputs"
+    if was <= noise < now:
+        verdict = "made up for elsewhere"
     if now <= noise and now < was:
         verdict = "proved"
     return f"{verdict}: {how}, the outputs of the two models differ by {now:.1e} (before {was:.1e})"
@@ -667,8 +706,8 @@ def compare(
         other_example: the same input as the other model takes it; None: as the first.
 
     Returns:
-        All pairs of norms, which differs first, and why. Norms whose formula is unknown are left
-        out.
+        All pairs of norms, which differs first, and why. Norms whose formula is unknown are
+        counted alone.
     """
     other_example = example if other_example is None else other_example
     return compare_found(
@@ -704,10 +743,16 @@ def compare_found(
     noise = NOISE.get(dtype, 1e-3)
     for number, pair in enumerate(pairs):
         if pair.one is None or pair.other is None:
-            pair.is_unread = (ones if pair.one is None else others).is_unreadable
+            lacking = ones if pair.one is None else others
+            path = (pair.one or pair.other).path
+            pair.is_unread = lacking.is_unreadable
+            same_path = (row for row in lacking.rows if row.path == path and not row.is_named)
+            pair.unnamed = next(same_path, None)
         else:
             pair.differences = differences(pair.one, pair.other)
-            pair.inputs = None if uncompared else input_difference(pair.one, pair.other)
+            if not uncompared:
+                pair.inputs = input_difference(pair.one, pair.other)
+                pair.is_of_other_size = is_of_other_size(pair.one, pair.other)
             both = both_outputs(pair.one, pair.other, torch.float64)
             wide = 0.0 if both is None else difference(both[1], both[0])
             pair.effect = own_effect(pair.one, pair.other)
@@ -718,9 +763,10 @@ def compare_found(
                 text = f"outputs differ by {wide:.0e} on the same input"
                 pair.differences = [Difference(OTHER, text)]
         if first is None:
-            cause = _cause(pair, noise, pairs[:number])
+            cause = _cause(pairs, number, noise)
             first = pair if cause else None
     comparison = Comparison(pairs, first, cause, "", noise, uncompared=uncompared)
+    comparison.left_out = len(without_formula(ones)), len(without_formula(others))
     comparison.later = later_cause(comparison)
     comparison.outputs = "outputs were NOT compared"
     if not uncompared:
@@ -751,26 +797,52 @@ def later_cause(comparison: Comparison) -> str:
     first = comparison.first
     if first is None or not first.is_rounding:
         return ""
-    for pair in comparison.pairs:
+    for number, pair in enumerate(comparison.pairs):
         is_alone = pair.one is None or pair.other is None
         is_another = bool(pair.differences) and not pair.is_rounding
         is_less = None not in (pair.effect, first.effect) and pair.effect <= first.effect
+        said = other_input(comparison.pairs, number, comparison.noise)
         if is_alone or (is_another and not is_less):
             (said,) = described(pair)
+        if said:
             return f"{name_of_pair(pair)}: {said}"
     return ""
 
 
-def _cause(pair: Pair, noise: float, before: Sequence[Pair]) -> str:
-    """Say why a pair differs; "" if it does not."""
+def without_formula(found: NormsFound) -> list[NormRow]:
+    """Return the norms that cannot be compared: of unknown formula, point-wise, or not known."""
+    return [row for row in found.rows if not row.is_named and row.kind != NOT_A_NORM]
+
+
+def _cause(pairs: Sequence[Pair], number: int, noise: float) -> str:
+    """Say why one of the pairs differs; "" if it does not."""
+    pair = pairs[number]
     if pair.one is None or pair.other is None or pair.differences:
         (said,) = described(pair)
         return said
-    if pair.inputs is not None and pair.inputs > noise:
-        blind = sum(earlier.inputs is None for earlier in before)
-        unknown = f" (the inputs of {counted(blind)} before it were not compared)" if blind else ""
-        return (
-            f"{INPUT}: it differs by {pair.inputs:.0e} ({noise:.0e} is noise), and all norms "
-            f"before it agree{unknown}: what differs is no norm, or the order of norms"
-        )
-    return ""
+    return other_input(pairs, number, noise)
+
+
+def other_input(pairs: Sequence[Pair], number: int, noise: float) -> str:
+    """Say that a norm gets another input, which no norm before it explains; "" if it is not so."""
+    pair, before = pairs[number], pairs[:number]
+    if pair.one is None or pair.other is None:
+        return ""
+    paths = {known.one.path for known in pairs if known.one}
+    is_elsewhere = pair.by_gains and pair.other.path != pair.one.path and pair.other.path in paths
+    where = f"the norm with its gains is {pair.other.path} there" if is_elsewhere else ""
+    if pair.is_of_other_size and where:
+        return f"{INPUT}: it has another size; {where}"
+    if pair.inputs is None or pair.inputs <= noise:
+        return ""
+    effects = [earlier.effect for earlier in before if earlier.differences]
+    if any(effect is None or AMPLIFIED * effect >= pair.inputs for effect in effects):
+        return ""
+    agree = f"those before it differ by {max(effects):.0e}" if effects else "all before it agree"
+    blind = sum(earlier.inputs is None for earlier in before)
+    unknown = f" (the inputs of {counted(blind)} before it were not compared)" if blind else ""
+    said = (
+        f"{INPUT}: it differs by {pair.inputs:.0e} ({noise:.0e} is noise), and {agree}{unknown}: "
+        "what differs is no norm, or the order of norms"
+    )
+    return f"{said}; {where}" if where else said

@@ -479,6 +479,8 @@ def fit_eps(f: Function, found: Found, x: Tensor) -> Formula | None:
     if is_halved:
         at = share(size)
         below = share(size / 2)
+        if not (at > 0 and below > 0):
+            return None  # what is small becomes zero
         candidates = [
             replace(formula, eps=size**2 * (1 / at**2 - 1), place=INSIDE),
             replace(formula, eps=size * (1 / at - 1), place=OUTSIDE),

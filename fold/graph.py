@@ -18,7 +18,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.export.graph_signature import InputKind
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from .certificate import Inputs, duplicate, first_line, plain_operations
 from .lines import Feeds, Line, aligned, describe, is_tensor, made_by, module_path, shape
@@ -111,6 +113,8 @@ class Graph:
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
+        # nodes of what the graph is given -> values: parameters, buffers, constants, the example
+        self.given: dict[Node, Any] = self._given(program, inputs)
         # Each operation is tried once, however many norms it lies below.
         self._feeds = cache(feeds)
         self._passes_on = cache(passes_on)
@@ -222,6 +226,19 @@ class Graph:
                 node.meta["kind"] = f"{name}, which no state dict holds,"
             else:
                 self.names[node] = name
+
+    def _given(self, program: torch.export.ExportedProgram, inputs: Inputs) -> dict[Node, Any]:
+        """Return the value of each placeholder."""
+        constants = program.constants
+        example = iter(tree_leaves(inputs))
+        found = {}
+        placeholders = (node for node in self.nodes if node.op == "placeholder")
+        for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+            if spec.kind == InputKind.USER_INPUT:
+                found[node] = next(example)
+            else:
+                found[node] = self.values.get(spec.target, constants.get(spec.target))
+        return found
 
     # ------------------------------------------------------------------------------------ backwards
 

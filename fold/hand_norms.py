@@ -13,10 +13,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_map
 
+from .certificate import SEED
 from .formulas import Function
 from .graph import Graph
 from .lines import PRODUCTS, centring, compute, is_float, is_tensor, module_path, shape
@@ -105,6 +107,38 @@ def as_written(node: Node, known: dict[Node, Any]) -> Any:
         args, kwargs = tree_map(value, (node.args, node.kwargs))
         known[node] = node.target(*args, **kwargs)
     return known[node]
+
+
+@torch.no_grad()
+def values_in_run(graph: Graph, wanted: Collection[Node]) -> dict[Node, Any]:
+    """Run a graph on the model's example, and return the values of some of its nodes.
+
+    Returns none if an operation does not run outside the exporter.
+    """
+    needed = set(wanted)
+    last_reader: dict[Node, Node] = {}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            for read in node.all_input_nodes:
+                needed.add(read)
+                last_reader.setdefault(read, node)
+    values = dict(graph.given)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(SEED)
+            for node in graph.nodes:
+                if node not in needed or node.op == "placeholder":
+                    continue
+                if node.op == "get_attr":
+                    values[node] = operator.attrgetter(node.target)(node.graph.owning_module)
+                else:
+                    values[node] = as_written(node, values)
+                for read in node.all_input_nodes:
+                    if last_reader[read] is node and read not in wanted:
+                        del values[read]  # a large model has many
+    except Exception:  # what the operations may raise
+        return {}
+    return {node: values[node] for node in wanted}
 
 
 def hand_norms(graph: Graph, taken: Collection[str]) -> Iterator[HandNorm]:

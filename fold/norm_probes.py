@@ -42,7 +42,7 @@ from .formulas import (
 )
 from .gain_forms import GainForm, gain_form, is_all_one, random_values, settled
 from .graph import Graph
-from .hand_norms import HandNorm, hand_norms
+from .hand_norms import HandNorm, hand_norms, values_in_run
 from .lines import describe, is_tensor, module_path, shape
 from .roundings import (
     NOT_KNOWN,
@@ -134,6 +134,8 @@ def record(model: nn.Module, inputs: Inputs) -> list[Call]:
     """Run a model, and return the calls of its modules that return a tensor like one they take.
 
     In the order in which they end: a module comes after those within it.
+
+    Raises FoldError where the model does not run on the inputs.
     """
     calls: dict[str, Call] = {}
     given: dict[str, list[tuple[tuple, dict]]] = defaultdict(list)
@@ -158,6 +160,12 @@ def record(model: nn.Module, inputs: Inputs) -> list[Call]:
             hooks.append(module.register_forward_hook(partial(after, path), with_kwargs=True))
     try:
         run(model, inputs, widen=False)
+    except Exception as error:  # what the model's forward may raise
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise FoldError(
+            f"{type(model).__name__} does not run on its example inputs ({said}): give it others; "
+            "with --against both models run on the first one's"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -191,9 +199,9 @@ class Norm:
         found: its formula and gain as it is, with the eps of its own type.
         probed: the same with the eps of a copy in float64, if that is another one.
         form: how its gain is stored.
-        x: the tensor that it was given in the run; None for one that is in no module.
+        x: the tensor that it was given in the run; None: not known.
         stored: the values of the gain's parameter, float64, flat; None without one.
-        function: makes it callable in a type; None where that is not possible.
+        function: makes it callable in a type; gives None where that is not possible.
         call: the call that showed it, of a module.
         output, others: which tensor of its outputs it is, with which value of further inputs.
         roundings: type -> order of rounding.
@@ -267,7 +275,7 @@ class NormRow:
         """Say eps and its place."""
         if self.place == NO_EPS:
             return "no eps"
-        said = f"eps {self.eps:.4g} {self.place}"
+        said = f"eps {self.eps:.5g} {self.place}"
         return f"{said} (the type's own eps, in {self.eps_of})" if self.eps_of else said
 
     def describe(self) -> str:
@@ -764,13 +772,19 @@ def with_graph(
         row.path for row in rows if row.kind != UNKNOWN or not list(modules[row.path].children())
     ]
     found: list[tuple[int, NormRow]] = []
+    by_hand: list[tuple[Norm, HandNorm]] = []
     replaced = set()
     for piece in hand_norms(graph, leaves):
         row = hand_row(graph, piece)
         if row is not None:
             row.readers = readers(piece.y)
             found.append((place[piece.y], row))
+            if row.norm is not None:
+                by_hand.append((row.norm, piece))
             replaced |= {r.path for r in rows if r.path not in leaves and r.path == row.path}
+    given = values_in_run(graph, {piece.given for _, piece in by_hand}) if by_hand else {}
+    for norm, piece in by_hand:
+        norm.x = given.get(piece.given)
     last = 0
     for row in rows:
         if row.path in replaced:
@@ -814,7 +828,7 @@ def hand_row(graph: Graph, piece: HandNorm) -> NormRow | None:
         stored = graph.values[form.name].detach().double().flatten()
         row.gain_dtype = str(graph.values[form.name].dtype).removeprefix("torch.")
     functions = {torch.float64: own}
-    row.norm = Norm(own_found, form, None, stored, functions.__getitem__)
+    row.norm = Norm(own_found, form, None, stored, functions.get)
     dtype = piece.given.meta["val"].dtype
     _add_own_type(row, piece.function_in_its_type(graph.values), dtype, x)
     if dtype in WIDTHS:

@@ -189,7 +189,10 @@ def normalised(x: Tensor, formula: Formula) -> Iterator[tuple[str, Tensor]]:
     exact = centred[..., : formula.counted].to(x.dtype).square().mean(-1, keepdim=True)
     exact = exact.float() * formula.unit**2
     yield "float32 of squares and mean in 16 bits", centred * _inverse(exact, formula)
+    wide_mean = centred[..., : formula.counted].square().mean(-1, keepdim=True)
     yield "float32 of squares in 16 bits", centred * _inverse(summed, formula)
+    mean = wide_mean.to(x.dtype).float() * formula.unit**2
+    yield "float32, then mean in 16 bits", centred * _inverse(mean, formula)
 
 
 def x_of(formula: Formula, x: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def cells(row: NormRow) -> Cells:
     kind = f"{row.kind} {row.note}".strip()
     if not row.is_named:
         return Cells(kind)
-    eps = "none" if row.eps is None else f"{row.eps:.4g} {row.place}"
+    eps = "none" if row.eps is None else f"{row.eps:.5g} {row.place}"
     rounding = row.norm.roundings[torch.bfloat16]
     order = {"gain before the rounding": "after the gain", "gain after the rounding": "before it"}
     return Cells(

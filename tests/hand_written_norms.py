@@ -111,6 +111,14 @@ WRITTEN = {
     "eps under a fourth root": Written(
         lambda m, x: x / (ms(x).square() + 1e-6).pow(0.25), "unknown formula"
     ),
+    "zero below a size": Written(
+        lambda m, x: torch.where(ms(x) > 1e-4, x * torch.rsqrt(ms(x)), torch.zeros_like(x)),
+        "unknown formula",
+        None,
+        "none",
+        "none",
+        inline="RMSNorm",
+    ),
     "eps added to x": Written(lambda m, x: x / torch.sqrt(ms(x + 0.1)), "unknown formula"),
     "one gain of zero": Written(
         lambda m, x: x * torch.rsqrt(ms(x) + 1e-6) * m.w, "RMSNorm", 1e-6, INSIDE, "w"

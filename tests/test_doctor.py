@@ -3,6 +3,10 @@
 python -m pytest tests/test_doctor.py
 """
 
+import copy
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hand_written_norms import SHAPE, WRITTEN, Hand, Inline
@@ -13,6 +17,7 @@ from torch import nn
 import doctor
 from fold import norms_of
 from fold.alignment import compare
+from fold.norm_probes import NormRow
 from fold.streams import streams
 
 
@@ -218,6 +223,23 @@ def two_inputs():
     return model, {"x": torch.randn(2, 4, 8), "scale": torch.ones(1)}
 
 
+class Times(Named):
+    def forward(self, x, times=1.0):
+        return self.model(x + times)
+
+
+def times_two():
+    return Times(make()[0]), {"x": torch.randn(2, 4, 8), "times": 2.0}
+
+
+def times_one():
+    return Times(make()[0]), {"x": torch.randn(2, 4, 8), "times": 1.0}
+
+
+def wrong_size():
+    return make()[0], (torch.randn(2, 4, 9),)
+
+
 def nothing():
     return None
 """
@@ -249,7 +271,9 @@ def test_the_program_on_a_model_in_a_file(tmp_path, capsys, against, said):
         ("make", "as_dict", "no norm differs; outputs differ by 0 (relative 0.0e+00)"),
         ("as_dict", "as_tuple", "first: model.4: other input"),
         ("as_tuple", "as_dict", "first: model.4: other input"),
-        ("as_dict", "other_name", "no norm differs, but the models do: outputs differ by"),
+        ("as_dict", "other_name", "first: model.4: other input"),
+        ("two_inputs", "as_dict", "the other model's example has no place for scale\n"),
+        ("times_two", "times_one", "no norm differs; outputs differ by 0 (relative 0.0e+00)"),
         ("as_dict", "two_inputs", "inputs were NOT compared: scale of the other model"),
     ],
 )
@@ -322,7 +346,7 @@ OF_THE_TYPE = {
 
 @pytest.mark.parametrize("is_inline", [False, True])
 def test_an_eps_of_the_type_is_that_of_the_model(is_inline):
-    said = "eps 1.192e-07 inside the root"
+    said = "eps 1.1921e-07 inside the root"
     models = {name: Small(f, is_inline).eval() for name, f in OF_THE_TYPE.items()}
     for name, model in models.items():
         (row,) = norms_of(model, EXAMPLE).rows
@@ -333,9 +357,8 @@ def test_an_eps_of_the_type_is_that_of_the_model(is_inline):
     assert not alike.has_difference, str(alike)
     other = Small(lambda x, w: root(x, x, 1e-6) * w, is_inline).eval()
     found = compare(other, models["torch's"], EXAMPLE)
-    assert "eps (1e-06 here, 1.192e-07, float32's own, there)" in found.cause
-    # No input is known of a norm written out in a forward: nothing is said of its outputs.
-    assert ("on the same input" in found.cause) is not is_inline and "0e+00" not in found.cause
+    assert "eps (1e-06 here, 1.1921e-07, float32's own, there)" in found.cause
+    assert "on the same input" in found.cause and "0e+00" not in found.cause
 
 
 ROUNDED = {
@@ -403,21 +426,190 @@ def test_after_a_rounding_the_first_difference_that_is_none_is_named():
     assert "first that is no rounding: parts.1.norm: eps (1e-06 here, 0.1 there)" in str(found)
 
 
-@pytest.mark.parametrize("is_before", [True, False])
-def test_the_rounding_of_an_exported_norm(is_before):
-    x = (torch.randn(4, 6, 32).bfloat16(),)
-    model = nn.Sequential(Rounding(True), nn.Linear(32, 32)).bfloat16().eval()
-    other = nn.Sequential(Rounding(is_before), nn.Linear(32, 32)).bfloat16().eval()
+def test_a_rounding_hides_no_other_input():
+    model = Several(ROUNDED[""], ROUNDED[""]).eval()
+    other = Several(ROUNDED["input rounded to bfloat16"], ROUNDED[""]).eval()
+    other.load_state_dict(model.state_dict())
+    other.between.weight.data[0] *= -3
+    found = compare(model, other, EXAMPLE)
+    assert "first: parts.0.norm: rounding in float32" in str(found)
+    assert "first that is no rounding: parts.1.norm: other input: it differs by" in str(found)
+
+
+def in_heads(x, w):
+    y = x.unflatten(-1, (4, 8))
+    return root(y, y).flatten(-2) * w
+
+
+def cubic(x, w):
+    return x / (x.abs().pow(3).mean(-1, keepdim=True) + 1e-6).pow(1 / 3) * w
+
+
+class Twice(nn.Module):
+    """A norm that is applied twice."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(self.norm(x))
+
+
+def swap(model):
+    model.parts[0].norm, model.parts[1].norm = model.parts[1].norm, model.parts[0].norm
+
+
+def set_norms(norm):
+    return lambda model: [setattr(part, "norm", norm(part.norm)) for part in model.parts]
+
+
+# what is done to a model with two norms -> what is said of it
+OTHER_FORMS = {
+    "over each head": (
+        set_norms(lambda old: Weighted(in_heads)),
+        ("parts.0.norm: kind (RMSNorm over 32 here, RMSNorm (4 groups) over 8 there)", "proved"),
+    ),
+    "clamped first": (
+        set_norms(lambda old: Weighted(lambda x, w: root(x.clamp(-9, 9), x.clamp(-9, 9)) * w)),
+        ("parts.0.norm: kind (RMSNorm over 32 here, not a norm there)",),
+    ),
+    "of unknown formula": (
+        set_norms(lambda old: Weighted(cubic)),
+        (
+            "parts.0.norm: kind (RMSNorm over 32 here, unknown formula there)",
+            "NOT compared, since no formula is known: 0 norms here, 2 there",
+        ),
+    ),
+    "applied twice": (
+        set_norms(Twice),
+        ("parts.0.norm: calls (called once here, 2 times there)",),
+    ),
+    "swapped": (
+        swap,
+        ("parts.0.norm: other input", "the norm with its gains is parts.1.norm there"),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_norms_in_another_form_are_no_missing_ones(form):
+    change, said = OTHER_FORMS[form]
+    model = Several(ROUNDED[""], ROUNDED[""]).eval()
+    model.parts[0].norm.weight.data.pow_(2)
+    other = copy.deepcopy(model)
+    change(other)
+    if form == "over each head":
+        other.load_state_dict(model.state_dict())
+    found = str(compare(model, other, EXAMPLE))
+    assert found.startswith("first: parts.") and all(part in found for part in said), found
+
+
+def test_a_bias_that_is_dropped_is_proved():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 4)).eval()
+    model[1].bias.data.normal_()
+    other = copy.deepcopy(model)
+    other[1].bias = None
+    found = compare(model, other, EXAMPLE)
+    assert found.cause.startswith("bias (one here, none there)") and "proved" in found.proof
+
+
+def test_gains_that_were_folded_are_made_up_for():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.RMSNorm(32, eps=1e-6), nn.Linear(32, 4)).eval()
+    model[1].weight.data.normal_()
+    other = copy.deepcopy(model)
+    other[2].weight.data *= other[1].weight.data
+    other[1].weight.data.fill_(1)
+    found = compare(model, other, EXAMPLE)
+    assert found.cause.startswith("gain") and found.proof.startswith("made up for elsewhere")
+
+
+def test_queries_and_keys_norms_that_are_swapped_though_keys_have_fewer_heads():
+    torch.manual_seed(0)
+    model = Heads().eval()
+    other = copy.deepcopy(model)
+    other.q_norm, other.k_norm = other.k_norm, other.q_norm
+    found = compare(model, other, EXAMPLE)
+    assert found.first.one.path == "q_norm"
+    assert (
+        found.cause == "other input: it has another size; the norm with its gains is k_norm there"
+    )
+
+
+class Heads(nn.Module):
+    """Norms of four heads of queries and of two of keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 32), nn.Linear(8, 16)
+        self.q_norm, self.k_norm = (nn.RMSNorm(8, eps=1e-6) for _ in range(2))
+        for norm in (self.q_norm, self.k_norm):
+            norm.weight.data.normal_()
+
+    def forward(self, x):
+        q, k = (
+            self.q_norm(self.q(x).unflatten(-1, (4, 8))),
+            self.k_norm(self.k(x).unflatten(-1, (2, 8))),
+        )
+        return q.sum(-2) * k.sum(-2)
+
+
+def test_all_digits_of_an_eps_are_shown():
+    """GLM-4 has 1.5625e-07."""
+    row = NormRow("norm", "RMSNorm", eps=1.5625e-07, place="inside the root")
+    assert row.describe_eps() == "eps 1.5625e-07 inside the root"
+
+
+def test_the_example_of_the_page_runs(tmp_path, capsys):
+    page = (Path(__file__).parents[1] / "docs/conventions.md").read_text()
+    code, shown = re.search(
+        r"```python\n(# mine\.py.*?)```.*?against=mine.py:exported\n```\n.*?```text\n(.*?)```",
+        page,
+        re.DOTALL,
+    ).groups()
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    doctor.main([f"{file}:trained", f"--against={file}:exported"])
+    assert capsys.readouterr().out.replace(str(file), "mine.py").startswith(shown)
+
+
+def test_a_mean_that_is_rounded_is_named():
+    def mean_in_16_bits(x, w):
+        h = x.float()
+        mean = h.pow(2).mean(-1, keepdim=True).to(x.dtype).float()
+        return w * (h * torch.rsqrt(mean + 1e-6)).to(x.dtype)
+
+    row = norms_of(Small(mean_in_16_bits).eval(), EXAMPLE).rows[0]
+    assert row.bfloat16 == "statistic in float32, then mean in 16 bits, gain after the rounding"
+
+
+@pytest.mark.parametrize(
+    ("is_before", "dtype"),
+    [(True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float16)],
+)
+def test_the_rounding_of_an_exported_norm(is_before, dtype):
+    x = (torch.randn(4, 6, 32).to(dtype),)
+    model = nn.Sequential(Rounding(True), nn.Linear(32, 32)).to(dtype).eval()
+    other = nn.Sequential(Rounding(is_before), nn.Linear(32, 32)).to(dtype).eval()
     found = compare(model, torch.export.export(other, x).module(), x)
     assert found.cause.startswith("" if is_before else "rounding"), str(found)
     assert found.has_difference is not is_before
 
 
-def test_a_function_that_returns_no_model_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("nothing", "must return"),
+        ("wrong_size", r"Sequential does not run on its example inputs \(RuntimeError: mat1 and"),
+    ],
+)
+def test_a_function_that_returns_no_model_with_its_inputs_is_named(tmp_path, function, said):
     file = tmp_path / "mine.py"
     file.write_text(MODEL)
-    with pytest.raises(doctor.ConfigError, match="must return"):
-        doctor.main([f"{file}:nothing"])
+    with pytest.raises(doctor.ConfigError, match=said):
+        doctor.main([f"{file}:{function}"])
 
 
 def test_what_a_norm_is_given():
