@@ -4,7 +4,7 @@ import gc
 import multiprocessing
 from pathlib import Path
 
-import garbage  # noqa: F401
+import first  # noqa: F401
 import pytest
 import small_rms  # it imports helpers first, which prepares Triton
 import torch

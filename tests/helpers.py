@@ -40,7 +40,7 @@ FORKS = multiprocessing.get_context("forkserver")
 # that each process would take again
 PROGRAMS = ["train", "report", "convert", "bench.train"]
 FORKS.set_forkserver_preload(
-    ["tests.garbage", *PROGRAMS, "torch.distributed.fsdp", "torch._dynamo", "pytest"]
+    ["tests.first", *PROGRAMS, "torch.distributed.fsdp", "torch._dynamo", "pytest"]
 )
 
 torch.set_num_threads(1)
