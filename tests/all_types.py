@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
         words = [*COMMON, *keys_of(norm_type), f"--data_dir={data}"]
         words.append(f"--out_dir={Path(folder) / phase / norm_type}")
         if phase == "whole":
-            words.append("--eval_interval=5")
+            words.append("--eval_interval=10")
         else:
             words.append(f"--resume={Path(folder) / 'whole' / norm_type / KEPT}")
         train.main(words)

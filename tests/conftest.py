@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 from pathlib import Path
 
+import first  # noqa: F401
 import pytest
 import small_rms  # it imports helpers first, which prepares Triton
 import torch
@@ -12,6 +13,14 @@ from helpers import Job, write_tiny_shards
 
 from norm_plan import NORMS
 from norm_types import NORM_TYPES
+
+
+def pytest_itemcollected(item: pytest.Function) -> None:
+    """Tests that share a fixture of their module run on one worker, so that it is made once."""
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    is_shared = any(found[-1].scope == "module" for found in fixtures)
+    if is_shared and not item.get_closest_marker("xdist_group"):
+        item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 def pytest_collection_finish() -> None:

@@ -39,7 +39,9 @@ FORKS = multiprocessing.get_context("forkserver")
 # What runs and other programs import sooner or later (AdamW imports dynamo): two seconds and more
 # that each process would take again
 PROGRAMS = ["train", "report", "convert", "bench.train"]
-FORKS.set_forkserver_preload([*PROGRAMS, "torch.distributed.fsdp", "torch._dynamo", "pytest"])
+FORKS.set_forkserver_preload(
+    ["tests.first", *PROGRAMS, "torch.distributed.fsdp", "torch._dynamo", "pytest"]
+)
 
 torch.set_num_threads(1)
 

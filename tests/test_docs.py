@@ -315,7 +315,6 @@ class Parsed(Exception):
     """The arguments were accepted."""
 
 
-@pytest.mark.xdist_group("docs")
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_program_files_and_arguments_of_a_command(command, house, monkeypatch, registry):
     """The program's main runs until its own parser has accepted the arguments, and no further."""
@@ -345,7 +344,7 @@ def test_program_files_and_arguments_of_a_command(command, house, monkeypatch, r
 def check_script(program: str, environment: dict[str, str], words: list[str]) -> None:
     """The script prints its help, reads these variables and knows these modes; sweep.sh's keys are
     those of train.py."""
-    python = os.environ | {"PYTHON": sys.executable}  # no .venv in this copy of the house
+    python = os.environ | {"PYTHON": warm_python()}
     helped = subprocess.run(["bash", program, "--help"], env=python, capture_output=True, text=True)
     assert helped.returncode == 0 and Path(program).name in helped.stdout, helped.stderr
     source = Path(program).read_text()
@@ -411,7 +410,6 @@ def house(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("docs")
 @pytest.mark.parametrize("command", RUNS)
 def test_a_command_runs_at_toy_size(command, house, tmp_path):
     _, program, words = split_command(command)

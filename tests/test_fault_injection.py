@@ -10,6 +10,7 @@ import os
 import pytest
 from fault_injection import build, read_trace
 from helpers import run_python
+from warm_python import warm_python
 
 # Every call that changes a file, in a folder that is given
 CALLS = """
@@ -68,10 +69,9 @@ def test_every_call_is_counted_and_the_one_that_is_meant_meets_its_fate(library,
     assert [meet("full", point)[0] for point in (2, 8, 9)] == [1, 1, 0]
 
 
-@pytest.mark.xdist_group("faults")
 def test_a_sample_of_all_points(library):
     """The same every time."""
-    done = run_python("-m", "tests.fault_injection", "--points=1")
+    done = run_python("-m", "tests.fault_injection", "--points=1", python=warm_python())
 
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["points"] for record in found] == [1] * 5

@@ -218,7 +218,7 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
     ):
         lines = finish(start(data, tmp_path / "out", **{name: value}), 2)
         assert any(error in line for line in lines)
-    environment = {**os.environ, "PYTHON": sys.executable}
+    environment = {**os.environ, "PYTHON": warm_python()}
     help_text = subprocess.run(
         ["./sweep.sh"], cwd=ROOT, capture_output=True, text=True, check=True, env=environment
     ).stdout
@@ -292,7 +292,7 @@ def test_config_files_are_those_of_the_folder_from_which_it_is_called(tmp_path):
     found = subprocess.run(
         [ROOT / "sweep.sh", "config/own.py", "config/demo.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHON": sys.executable, "ARMS": "no_such_norm"},
+        env={**os.environ, "PYTHON": warm_python(), "ARMS": "no_such_norm"},
         capture_output=True,
         text=True,
     )

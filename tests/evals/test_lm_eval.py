@@ -122,6 +122,12 @@ def process_docs(dataset):
 SHUFFLED = "process_docs: !function utils.process_docs\n"
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """With each result the harness lists all installed packages, by pip, which takes seconds."""
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+
+
 @pytest.fixture
 def lm_eval():
     """The module of our model class; the test is skipped where there is no harness."""
