@@ -66,7 +66,7 @@ study.prepare.size_of = lambda _: Size(36000, 5120.0, "")
 judge.run_program(judge.main)
 """
 T = TypeVar("T")
-WORDS = ("config/demo.py", *TINY, "--max_iters=800", "--checkpoint_interval=50")
+WORDS = ("config/demo.py", *TINY, "--max_iters=500", "--checkpoint_interval=50")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def said(*command: str, **env: str) -> str:
     ).stdout.strip()
 
 
-def wait_for(find: Callable[[], T], seconds: float = 400) -> T:
+def wait_for(find: Callable[[], T], seconds: float = 900) -> T:
     """Return what `find` returns, once that is true."""
     end = time.monotonic() + seconds
     while not (found := find()):
