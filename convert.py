@@ -154,7 +154,7 @@ class ConvertConfig:
     factor: str = key(
         "auto",
         "rescaled: what the residual stream is multiplied by, a power of two as 2^-6; auto: the "
-        "largest that keeps it a quarter below float16's range",
+        "largest that keeps it at most a quarter of float16's range",
     )
     seed: int = key(0, "seed of random inputs, generated text and the rotation")
     json: bool = key(False, "print the result as a line of JSON at the end")

@@ -23,6 +23,7 @@ scaled; a norm whose eps is in the code has an input of degree 0.
 
 import copy
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -33,9 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
-from .certificate import Certificate, Inputs, changed, duplicate, first_line, run
+from .certificate import OWN_ERRORS, Certificate, Inputs, changed, duplicate, first_line, run
 from .graph import Graph
+from .hub import takes_embeddings
 from .lines import argument, describe, is_tensor, made_by, module_path
 from .modules import FoldedNorm, tensor_of
 from .rules import CASTS, MOVES, READ_NO_NUMBERS, is_cast
@@ -87,16 +90,16 @@ class Rescaling:
         offsets: parameter of a gain -> the gain is offset + parameter, and that is multiplied.
         eps: of the norms.
         keys: key of a config of transformers -> it is multiplied by s^power.
+        reads: paths of the modules that take tensors of the stream alone.
+        writes: likewise of those that return such.
     """
 
     powers: dict[str, int] = field(default_factory=dict)
     offsets: dict[str, float] = field(default_factory=dict)
     eps: list[Eps] = field(default_factory=list)
     keys: dict[Key, int] = field(default_factory=dict)
-
-    def paths(self) -> set[str]:
-        """Return the paths of the modules that read or write the stream."""
-        return {eps.path for eps in self.eps} | {name.rpartition(".")[0] for name in self.powers}
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
 
 
 def rescale(model: nn.Module, inputs: Inputs, factor: float) -> tuple[nn.Module, Certificate]:
@@ -112,7 +115,8 @@ def rescale(model: nn.Module, inputs: Inputs, factor: float) -> tuple[nn.Module,
         returned instead of a copy.
 
     Raises:
-        FoldError: an operation does not allow it, or the factor is no power of two.
+        FoldError: an operation does not allow it, the factor is no power of two, or small weights
+            of float16 lose too many bits.
     """
     if factor <= 0 or math.frexp(factor)[0] != 0.5:
         raise FoldError(f"factor={factor}: it is a power of two, as 2^-6")
@@ -128,16 +132,39 @@ def rescale(model: nn.Module, inputs: Inputs, factor: float) -> tuple[nn.Module,
     )
     if not certificate.ok:
         return after, certificate
-    own = certificate.checks[-1]
+    _require_small_rounding(certificate, factor)
     notes = [
         "weights that are subnormal in float16, with fewer bits: "
         f"{subnormal_share(model):.1%} before, {subnormal_share(after):.1%} after"
     ]
+    # The last of these is in the model's own type.
+    own = [one for one in certificate.checks if (one.weights, one.inputs) == ("given", "given")][-1]
     if own.max_abs == 0:
-        notes.append(f"equal to the bit in {own.dtype}")
-    return after, replace(
-        certificate, notes=notes, not_covered=[*certificate.not_covered, EMBEDDED_USE]
-    )
+        notes.append(f"equal to the bit in {own.dtype} with the given weights on the given inputs")
+    uses = [*certificate.not_covered]
+    if takes_embeddings(model):
+        uses.append(EMBEDDED_USE)
+    return after, replace(certificate, notes=notes, not_covered=uses)
+
+
+def _require_small_rounding(certificate: Certificate, factor: float) -> None:
+    """Raise FoldError if what is written is off by much more than the model before in its type.
+
+    The certificate's verdict is about the algebra. In float16, small weights and what is computed
+    of them lose bits; in other types they do not.
+    """
+    written = certificate.written
+    if written is None:
+        return
+    before = written.before if math.isfinite(written.before) else 0.0
+    bound = OWN_ERRORS * max(before, torch.finfo(getattr(torch, written.dtype)).eps)
+    if not written.after <= bound:
+        raise FoldError(
+            f"factor=2^{round(math.log2(factor))}: what is written would be off by a relative "
+            f"{written.after:.1e} in {written.dtype}, the original is by {written.before:.1e}, and "
+            f"{bound:.1e} is allowed: take a factor nearer to 1, or save the source in float32 "
+            "first"
+        )
 
 
 def subnormal_share(model: nn.Module) -> float:
@@ -149,7 +176,9 @@ def subnormal_share(model: nn.Module) -> float:
 
 @torch.no_grad()
 def automatic_factor(model: nn.Module, inputs: list[dict[str, Any]], plan: Rescaling) -> float:
-    """Return the largest power of two that keeps the stream a quarter below float16's range.
+    """Return the largest power of two that keeps the stream at most a quarter of float16's range.
+
+    A warning says if numbers that no factor makes smaller are beyond that range.
 
     Args:
         model: a model of transformers; its stream is measured in float32.
@@ -159,28 +188,60 @@ def automatic_factor(model: nn.Module, inputs: list[dict[str, Any]], plan: Resca
     Raises:
         FoldError: the stream is as small as that already, or not finite in float32.
     """
-    wide = duplicate(model).float()
-    largest = 0.0
-
-    def note(module: nn.Module, args: tuple, output: Any) -> None:
-        nonlocal largest
-        for x in (*args, output):
-            if isinstance(x, Tensor) and x.is_floating_point():
-                largest = max(largest, float(x.abs().max()))
-
-    for path in plan.paths():
-        wide.get_submodule(path).register_forward_hook(note)
-    for one in inputs:
-        run(wide, one, widen=False)
-    if not math.isfinite(largest):
+    stream, others = _largest(duplicate(model).float(), inputs, plan)
+    if not math.isfinite(stream.size):
         raise FoldError("factor=auto: the stream is not finite in float32 either")
-    factor = 2.0 ** math.floor(math.log2(FLOAT16.max / 4 / largest))
-    if factor >= 1:
+    beyond = (
+        f"{others.path} reads or returns {others.size:.3g}, which is beyond float16's range, and "
+        "which no factor makes smaller"
+    )
+    if stream.size <= FLOAT16.max / 4:
+        more = f". {beyond}" if others.size > FLOAT16.max else ""
         raise FoldError(
-            f"factor=auto: the largest number of the stream is {largest:.3g}, a quarter below "
-            "float16's range already: give a factor to scale it nevertheless"
+            f"factor=auto: the largest number of the stream is {stream.size:.3g} ({stream.path}), "
+            "at most a quarter of float16's range already: give a factor to scale it "
+            f"nevertheless{more}"
         )
-    return factor
+    if others.size > FLOAT16.max:
+        warnings.warn(beyond, stacklevel=2)
+    return 2.0 ** math.floor(math.log2(FLOAT16.max / 4 / stream.size))
+
+
+@dataclass
+class Largest:
+    """The largest magnitude that was seen, and the module that reads or returns it."""
+
+    size: float = 0.0
+    path: str = ""
+
+    def see(self, path: str, values: Any) -> None:
+        """Look at all tensors of floats among some values."""
+        for x in tree_leaves(values):
+            if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+                size = float(x.abs().max())
+                if size > self.size:
+                    self.size, self.path = size, path
+
+
+def _largest(
+    model: nn.Module, inputs: list[dict[str, Any]], plan: Rescaling
+) -> tuple[Largest, Largest]:
+    """Run a model, and return the largest number of its stream, and of all else.
+
+    Modules without parts are looked at: what they read and what they return.
+    """
+    stream, others = Largest(), Largest()
+
+    def note(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        (stream if path in plan.reads else others).see(path, (args, kwargs))
+        (stream if path in plan.writes else others).see(path, output)
+
+    for path, module in model.named_modules():
+        if not any(module.children()):
+            module.register_forward_hook(partial(note, path), with_kwargs=True)
+    for one in inputs:
+        run(model, one, widen=False)
+    return stream, others
 
 
 @torch.no_grad()
@@ -312,6 +373,7 @@ def plan_rescaling(graph: Graph) -> Rescaling:
         raise FoldError(f"{type(graph.model).__name__}: {why}")
     degrees = _solve(graph, relations, rules.kept)
     rescaling = Rescaling(eps=rules.eps, keys=_keys_of(rules))
+    rescaling.reads, rescaling.writes = _readers_and_writers(graph, degrees)
     for node, name in graph.names.items():
         power = degrees.get(node, Fraction(0))
         if power.denominator != 1:
@@ -322,6 +384,26 @@ def plan_rescaling(graph: Graph) -> Rescaling:
         name: offset for name, offset in rules.offsets.items() if name in rescaling.powers
     }
     return rescaling
+
+
+def _readers_and_writers(graph: Graph, degrees: dict[Node, Fraction]) -> tuple[set[str], set[str]]:
+    """Return the paths of modules that take, and of those that return, scaled tensors alone."""
+    taken, returned = defaultdict(set), defaultdict(set)
+    for node in graph.nodes:
+        if node.op != "call_function" or not _has_floats(node):
+            continue
+        is_scaled = degrees.get(node, 0) > 0
+        made_in = node.meta.get("nn_module_stack", {})
+        for user in node.users:
+            used_in = user.meta.get("nn_module_stack", {})
+            for key in used_in.keys() - made_in.keys():
+                taken[used_in[key][0]].add(is_scaled)
+            for key in made_in.keys() - used_in.keys():
+                returned[made_in[key][0]].add(is_scaled)
+    reads, writes = (
+        {path for path, found in each.items() if found == {True}} for each in (taken, returned)
+    )
+    return reads, writes
 
 
 def _keys_of(rules: "Rules") -> dict[Key, int]:

@@ -18,7 +18,8 @@ import convert
 from common.errors import ConfigError, FoldError
 from common.hub import import_transformers
 from fold import analyze, fold, hub
-from fold.rescale import rescale
+from fold.graph import Graph
+from fold.rescale import automatic_factor, plan_rescaling, rescale
 
 hf = import_transformers()
 LLAMA = dict(num_key_value_heads=1, **SIZE, **WORDS)
@@ -79,6 +80,10 @@ def test_equal_to_the_bit(name, attention, tmp_path):
     after, certificate = rescale(model, x, 2.0**-6)
     assert certificate.ok and certificate.folded and "subnormal in float16" in str(certificate)
     # The head of a tied model reads the final norm's output times 1 / s.
+    assert ("inputs_embeds" in str(certificate)) == (model.main_input_name == "input_ids")
+    assert "equal to the bit in float32 with the given weights on the given inputs" in str(
+        certificate
+    )
     is_tied = getattr(model.config, "tie_word_embeddings", False)
     assert not is_tied or "AutoModel where it returns one" in str(certificate)
     other = hub.example_inputs(model, seed=7)
@@ -155,6 +160,39 @@ def test_what_does_not_see_the_size(forward):
     x = (torch.randn(2, 3, C, dtype=torch.float64),)
     _, certificate = rescale(net(lambda m, x: m.out(m.ln(forward(m, x)))), x, 2.0**-6)
     assert certificate.ok and certificate.max_abs == 0 and certificate.parameters, str(certificate)
+    assert "equal to the bit in float64 with the given weights on the given" in str(certificate)
+
+
+@torch.no_grad()
+def test_the_stream_alone_is_measured():
+    """Activations in the MLP are none of it: they are named where float16 does not hold them."""
+    model = made("LlamaForCausalLM")
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight *= 1e7
+    mlp.down_proj.weight *= 1e-7
+    x = hub.example_inputs(model, seed=0)
+    plan = plan_rescaling(Graph(model, x))
+    named = r"stream is \d\.\S+ \(.*at most a quarter .*mlp.up_proj reads or returns \S+e\+0"
+    with pytest.raises(FoldError, match=named):
+        automatic_factor(model, [x], plan)
+    embedding = model.model.embed_tokens.weight
+    embedding *= 2.0**17 / embedding.abs().max()
+    with pytest.warns(UserWarning, match="mlp.up_proj reads or returns"):
+        assert automatic_factor(model, [x], plan) == 2.0**-4
+
+
+@torch.no_grad()
+def test_float16_weights_that_would_be_rounded_are_refused():
+    """The algebra is exact, and what is written is not."""
+    model = made("LlamaForCausalLM")
+    for parameter in model.parameters():
+        parameter *= 1.0037  # more bits than bfloat16 has
+    model = model.half()
+    x = hub.example_inputs(model, 0)
+    with pytest.raises(FoldError, match=r"off by a relative .* in float16, .* factor nearer to 1"):
+        rescale(model, x, 2.0**-12)
+    _, certificate = rescale(model, x, 2.0**-4)
+    assert certificate.ok and certificate.parameters
 
 
 def test_refusals(tmp_path):
@@ -189,7 +227,7 @@ def test_refusals(tmp_path):
 
 
 def test_the_factor_is_measured_on_a_text(tmp_path, capsys):
-    """So that the largest number of the stream is a quarter of float16's range or less."""
+    """So that the largest number of the stream is at most a quarter of float16's range."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     model = made("LlamaForCausalLM", large=True)
