@@ -84,7 +84,7 @@ from fold.certificate import FOLDED_USES, Certificate, certify
 from fold.choice import LEFT
 from fold.graph import Graph
 from fold.hub import example_inputs, load_as_saved, no_cache, save, with_source
-from fold.rescale import automatic_factor, plan_rescaling, rescale
+from fold.rescaling import automatic_factor, plan_rescaling, rescale
 from fold.rotation import rotate
 from hf.config import COUPLED, architecture, gpt_config
 from hf.weights import export_hf

@@ -1,4 +1,4 @@
-"""fold/rescale.py and convert.py --to=rescaled: equal to the bit, and finite in float16.
+"""fold/rescaling.py and convert.py --to=rescaled: equal to the bit, and finite in float16.
 
 python -m pytest tests/fold/test_rescale.py
 """
@@ -17,9 +17,9 @@ from tiny_configs import SIZE, T5, WORDS
 import convert
 from common.errors import ConfigError, FoldError
 from common.hub import import_transformers
-from fold import analyze, fold, hub
+from fold import analyze, fold, hub, rescale
 from fold.graph import Graph
-from fold.rescale import automatic_factor, plan_rescaling, rescale
+from fold.rescaling import automatic_factor, plan_rescaling
 
 hf = import_transformers()
 LLAMA = dict(num_key_value_heads=1, **SIZE, **WORDS)
