@@ -115,8 +115,8 @@ def rescale(model: nn.Module, inputs: Inputs, factor: float) -> tuple[nn.Module,
         returned instead of a copy.
 
     Raises:
-        FoldError: an operation does not allow it, the factor is no power of two, or small weights
-            of float16 lose too many bits.
+        FoldError: an operation does not allow it, the factor is no power of two, small weights of
+            float16 lose too many bits, or the model is not finite in its own type.
     """
     if factor <= 0 or math.frexp(factor)[0] != 0.5:
         raise FoldError(f"factor={factor}: it is a power of two, as 2^-6")
@@ -130,6 +130,12 @@ def rescale(model: nn.Module, inputs: Inputs, factor: float) -> tuple[nn.Module,
         folded=len(plan.eps),
         to="rescaled",
     )
+    written = certificate.written
+    if not certificate.ok and written is not None and not math.isfinite(written.before):
+        raise FoldError(
+            f"{type(model).__name__} is not finite in {written.dtype} on these inputs, so nothing "
+            "can be compared in that type: save the source in float32 first"
+        )
     if not certificate.ok:
         return after, certificate
     _require_small_rounding(certificate, factor)
@@ -156,8 +162,8 @@ def _require_small_rounding(certificate: Certificate, factor: float) -> None:
     written = certificate.written
     if written is None:
         return
-    before = written.before if math.isfinite(written.before) else 0.0
-    bound = OWN_ERRORS * max(before, torch.finfo(getattr(torch, written.dtype)).eps)
+    eps = torch.finfo(getattr(torch, written.dtype)).eps
+    bound = OWN_ERRORS * max(written.before, eps)
     if not written.after <= bound:
         raise FoldError(
             f"factor=2^{round(math.log2(factor))}: what is written would be off by a relative "

@@ -193,6 +193,8 @@ def test_float16_weights_that_would_be_rounded_are_refused():
         rescale(model, x, 2.0**-12)
     _, certificate = rescale(model, x, 2.0**-4)
     assert certificate.ok and certificate.parameters
+    with pytest.raises(FoldError, match=r"not finite in float16 .* save the source in float32"):
+        rescale(made("LlamaForCausalLM", large=True).half(), x, 2.0**-8)
 
 
 def test_refusals(tmp_path):
