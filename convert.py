@@ -84,7 +84,7 @@ from fold.certificate import FOLDED_USES, Certificate, certify
 from fold.choice import LEFT
 from fold.graph import Graph
 from fold.hub import example_inputs, load_as_saved, no_cache, save, with_source
-from fold.rescale import automatic_factor, plan_rescaling, rescale
+from fold.rescaling import automatic_factor, plan_rescaling, rescale
 from fold.rotation import rotate
 from hf.config import COUPLED, architecture, gpt_config
 from hf.weights import export_hf
@@ -154,7 +154,7 @@ class ConvertConfig:
     factor: str = key(
         "auto",
         "rescaled: what the residual stream is multiplied by, a power of two as 2^-6; auto: the "
-        "largest that keeps it a quarter below float16's range",
+        "largest that keeps it at most a quarter of float16's range",
     )
     seed: int = key(0, "seed of random inputs, generated text and the rotation")
     json: bool = key(False, "print the result as a line of JSON at the end")

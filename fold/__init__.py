@@ -10,6 +10,10 @@ Of any norms, move gains and biases into the linear layers that read them (gains
 
     weightless, certificate = fold_gains(model, {"input_ids": ids})
 
+Multiply the residual stream by a power of two, so that float16 holds it (rescaling.py):
+
+    rescaled, certificate = rescale(model, {"input_ids": ids}, 2.0**-6)
+
 Rotate the residual stream, for quantisation (rotation.py):
 
     rotated, certificate = rotate(model, {"input_ids": ids}, seed=0)
@@ -63,7 +67,7 @@ ignored. That is not exact on trained weights, so such a report cannot be folded
 The modules of this package: choice.py decides which norms fold (cut.py: where to insert centrings),
 rules.py says what each operation does to a zero mean, lines.py recognises norms,
 graph.py follows the stream back to its sources, modules.py carries the fold out, certificate.py
-checks it. gains.py folds gains on the same graph, rescale.py and rotation.py (orthogonal.py: by
+checks it. gains.py folds gains on the same graph, rescaling.py and rotation.py (orthogonal.py: by
 what) change its residual stream. norm_probes.py finds norms by calling modules:
 formulas.py names the formula, gain_forms.py the gain, roundings.py the order of rounding,
 hand_norms.py those in no module; alignment.py compares the norms of two models, streams.py measures
@@ -84,6 +88,7 @@ from .gains import fold_gains
 from .graph import Graph
 from .modules import Plan, carry_out, reparametrize, set_check
 from .norm_probes import norms_of
+from .rescaling import rescale
 from .rotation import rotate
 from .siblings import FoldError
 
@@ -98,6 +103,7 @@ __all__ = [
     "fold_gains",
     "norms_of",
     "parametrize_cbwc",
+    "rescale",
     "rotate",
 ]
 

@@ -25,7 +25,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .certificate import Certificate, first_line, run, touched
-from .modules import Center, FoldedNorm, Insertion, Plan, Swap, set_check, swap_and_insert
+from .modules import (
+    EMBEDDED,
+    Center,
+    FoldedNorm,
+    Insertion,
+    Plan,
+    Swap,
+    set_check,
+    swap_and_insert,
+)
 from .siblings import ConfigError, FoldError, UserError, hub, whole_folder
 
 RECIPE = "fold.json"
@@ -338,3 +347,8 @@ def forward_parameters(model: nn.Module) -> list[inspect.Parameter]:
         return list(inspect.signature(model.forward).parameters.values())
     except ValueError:  # of a TorchScript module
         return []
+
+
+def takes_embeddings(model: nn.Module) -> bool:
+    """Tell whether a model takes embeddings in the place of token ids."""
+    return any(parameter.name in EMBEDDED for parameter in forward_parameters(model))

@@ -37,6 +37,7 @@ from . import gains
 from .certificate import Certificate, Inputs, changed
 from .gains import Fold
 from .graph import Graph
+from .hub import takes_embeddings
 from .lines import Line, aligned, argument, describe, is_float, is_tensor, made_by, module_path
 from .lines import shape as shape_of
 from .modules import FoldedNorm, tensor_of
@@ -145,10 +146,12 @@ def rotate(
         return after, certificate
     after._forward_hooks.pop(handle.id)
     is_split = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    uses = [EMBEDDED_USE, *([ENCODED_USE] if is_split else [])]
-    return after, replace(
-        certificate, notes=plan.notes, not_covered=[*certificate.not_covered, *uses]
-    )
+    uses = [*certificate.not_covered]
+    if takes_embeddings(model):
+        uses.append(EMBEDDED_USE)
+    if is_split:
+        uses.append(ENCODED_USE)
+    return after, replace(certificate, notes=plan.notes, not_covered=uses)
 
 
 def _without_encoded(module: nn.Module, args: tuple, output: Any) -> Any:
@@ -273,6 +276,9 @@ def _failure(rules: "Rules", operation: Node, left: dict[str, str]) -> str:
         name = rules.parameter_behind(x)
         if name in left:
             return f"{name} has a number for each channel and stays, as {left[name]}"
+    is_convolution = str(operation.target).startswith(CONVOLUTIONS)
+    if is_convolution and _groups(operation) > 1:
+        return f"{describe(operation)} takes its channels in {_groups(operation)} groups"
     return f"{describe(operation)} sees its channels one by one"
 
 
@@ -543,13 +549,18 @@ def _einsums(rules: Rules, node: Node) -> Iterator[Together]:
 def _convolutions(rules: Rules, node: Node) -> Iterator[Together]:
     """Of convolutions (N, C, ...) with a weight (O, C, ...): its inputs, and its outputs."""
     x, weight = node.args[:2]
-    if len(shape_of(x)) != len(shape_of(weight)):
+    if len(shape_of(x)) != len(shape_of(weight)) or _groups(node) > 1:
         return
     bias = argument(node, 2)
-    if shape_of(weight)[1] == shape_of(x)[1]:  # one group
-        yield Together((_axis(x, 1), _axis(weight, 1)))
+    yield Together((_axis(x, 1), _axis(weight, 1)))
     biases = [_axis(bias, 0)] if bias is not None else []
     yield Together((_axis(weight, 0), _axis(node, 1), *biases))
+
+
+def _groups(node: Node) -> int:
+    """Return in how many groups a convolution (N, C, ...) takes its channels."""
+    x, weight = node.args[:2]
+    return shape_of(x)[1] // shape_of(weight)[1]
 
 
 def _reads_no_numbers(rules: Rules, node: Node) -> Iterator[Together]:
@@ -571,6 +582,7 @@ NORMS = ("aten.layer_norm.", "aten.native_layer_norm.", "aten.rms_norm.")
 # Where a norm takes the size of what it is given
 SIZES = (*PRODUCTS, *SQUARES, *VARIANCES, *LENGTHS, *NORMS)
 AVERAGES = ("aten.mean.dim", "aten.sum.dim_IntList")
+CONVOLUTIONS = ("aten.conv1d.", "aten.conv2d.", "aten.conv3d.")
 STAYS = (*CASTS, "aten.neg.", "aten.dropout.", "aten.detach.", "aten.lift_fresh_copy.")
 Rule = Callable[[Rules, Node], Iterator[Together]]
 # Operations -> which of their axes are rotated together
@@ -590,6 +602,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("aten.linear.",), _linears),
     (("aten.addmm.", "aten.mm.", "aten.matmul.", "aten.bmm."), _matrix_products),
     (("aten.einsum.",), _einsums),
-    (("aten.conv1d.", "aten.conv2d.", "aten.conv3d."), _convolutions),
+    (CONVOLUTIONS, _convolutions),
     ((*READ_NO_NUMBERS, *ZEROS), _reads_no_numbers),
 )

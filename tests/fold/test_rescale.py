@@ -1,4 +1,4 @@
-"""fold/rescale.py and convert.py --to=rescaled: equal to the bit, and finite in float16.
+"""fold/rescaling.py and convert.py --to=rescaled: equal to the bit, and finite in float16.
 
 python -m pytest tests/fold/test_rescale.py
 """
@@ -17,14 +17,16 @@ from tiny_configs import SIZE, T5, WORDS
 import convert
 from common.errors import ConfigError, FoldError
 from common.hub import import_transformers
-from fold import hub
-from fold.rescale import rescale
+from fold import analyze, fold, hub, rescale
+from fold.graph import Graph
+from fold.rescaling import automatic_factor, plan_rescaling
 
 hf = import_transformers()
 LLAMA = dict(num_key_value_heads=1, **SIZE, **WORDS)
 OPT = dict(
     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=24, word_embed_proj_dim=16
 )
+SWIN = dict(image_size=16, patch_size=2, embed_dim=8, depths=[1], num_heads=[2], window_size=4)
 MODELS = {
     "LlamaForCausalLM": LLAMA | {"tie_word_embeddings": True},
     "GPT2LMHeadModel": dict(n_embd=16, n_layer=1, n_head=2, n_positions=32, **WORDS),
@@ -36,6 +38,11 @@ MODELS = {
     "PhiForCausalLM": SIZE | WORDS,
     "BloomForCausalLM": dict(hidden_size=16, n_layer=1, n_head=2, **WORDS),
     "ViTForImageClassification": dict(image_size=16, patch_size=8, **SIZE),
+    # Norms with an eps in the code, which stays: that of the embeddings, those in attention
+    "SwinForImageClassification": SWIN,
+    "DeepseekV3ForCausalLM": LLAMA
+    | dict(num_key_value_heads=2, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4)
+    | dict(qk_nope_head_dim=4, v_head_dim=4, head_dim=4, first_k_dense_replace=1),
 }
 
 
@@ -73,6 +80,10 @@ def test_equal_to_the_bit(name, attention, tmp_path):
     after, certificate = rescale(model, x, 2.0**-6)
     assert certificate.ok and certificate.folded and "subnormal in float16" in str(certificate)
     # The head of a tied model reads the final norm's output times 1 / s.
+    assert ("inputs_embeds" in str(certificate)) == (model.main_input_name == "input_ids")
+    assert "equal to the bit in float32 with the given weights on the given inputs" in str(
+        certificate
+    )
     is_tied = getattr(model.config, "tie_word_embeddings", False)
     assert not is_tied or "AutoModel where it returns one" in str(certificate)
     other = hub.example_inputs(model, seed=7)
@@ -110,10 +121,97 @@ def test_gains_that_would_be_rounded_are_refused():
         rescale(model, hub.example_inputs(model, 0), 2.0**-6)
 
 
+def test_after_rms(tmp_path):
+    """The eps of its RMSNorms is in fold.json and in the config, and LayerNorms see it, too."""
+    model = made("GPTNeoXForCausalLM")
+    x = hub.example_inputs(model, seed=0)
+    rms, _ = fold(model, analyze(model, x), untie=True)
+    hub.save(rms, tmp_path / "rms")
+    before = hub.load(tmp_path / "rms")
+    after, certificate = rescale(before, x, 2.0**-6)
+    assert certificate.ok and certificate.folded == 3
+    hub.save(after, tmp_path / "out", certificate, inputs=x)
+    other = hub.example_inputs(model, seed=7)
+    expected = run(model, other)
+    assert torch.equal(run(hub.load(tmp_path / "out"), other), run(before, other))
+    for again in (
+        type(model).from_pretrained(tmp_path / "out"),
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True),
+    ):
+        assert (run(again, other) - expected).abs().max() < 1e-5 * expected.abs().max()
+    folded = json.loads((tmp_path / "out" / "config.json").read_text())["folded"]["norms"]
+    assert folded == after.config.folded["norms"]
+    assert {*folded.values()} == {before.gpt_neox.final_layer_norm.swap.eps * 2.0**-12}
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        # A mask has numbers 0 and 1, whatever is multiplied by it, before or after.
+        lambda m, x: m.a(x) * (x > 0).double(),
+        # Which of two numbers is larger, and which is larger than 0
+        lambda m, x: torch.where(m.a(x) > m.b(x), m.a(x), m.b(x)),
+        lambda m, x: torch.where(m.a(x) > 0, m.a(x), m.b(x)),
+        lambda m, x: m.a(x).masked_fill(x > 0, torch.tensor(0.0)),
+        lambda m, x: m.a(x) * torch.ones_like(m.a(x), dtype=torch.bool).cumsum(1),
+    ],
+)
+def test_what_does_not_see_the_size(forward):
+    x = (torch.randn(2, 3, C, dtype=torch.float64),)
+    _, certificate = rescale(net(lambda m, x: m.out(m.ln(forward(m, x)))), x, 2.0**-6)
+    assert certificate.ok and certificate.max_abs == 0 and certificate.parameters, str(certificate)
+    assert "equal to the bit in float64 with the given weights on the given" in str(certificate)
+
+
+@torch.no_grad()
+def test_the_stream_alone_is_measured():
+    """Activations in the MLP are none of it: they are named where float16 does not hold them."""
+    model = made("LlamaForCausalLM")
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight *= 1e7
+    mlp.down_proj.weight *= 1e-7
+    x = hub.example_inputs(model, seed=0)
+    plan = plan_rescaling(Graph(model, x))
+    named = r"stream is \d\.\S+ \(.*at most a quarter .*mlp.up_proj reads or returns \S+e\+0"
+    with pytest.raises(FoldError, match=named):
+        automatic_factor(model, [x], plan)
+    embedding = model.model.embed_tokens.weight
+    embedding *= 2.0**17 / embedding.abs().max()
+    with pytest.warns(UserWarning, match="mlp.up_proj reads or returns"):
+        assert automatic_factor(model, [x], plan) == 2.0**-4
+
+
+@torch.no_grad()
+def test_float16_weights_that_would_be_rounded_are_refused():
+    """The algebra is exact, and what is written is not."""
+    model = made("LlamaForCausalLM")
+    for parameter in model.parameters():
+        parameter *= 1.0037  # more bits than bfloat16 has
+    model = model.half()
+    x = hub.example_inputs(model, 0)
+    with pytest.raises(FoldError, match=r"off by a relative .* in float16, .* factor nearer to 1"):
+        rescale(model, x, 2.0**-12)
+    _, certificate = rescale(model, x, 2.0**-4)
+    assert certificate.ok and certificate.parameters
+    with pytest.raises(FoldError, match=r"not finite in float16 .* save the source in float32"):
+        rescale(made("LlamaForCausalLM", large=True).half(), x, 2.0**-8)
+
+
 def test_refusals(tmp_path):
     opt = hf.OPTForCausalLM(hf.OPTConfig(**OPT, **WORDS)).eval()
-    with pytest.raises(FoldError, match="the eps of 1e-05 is in the code of OPTForCausalLM"):
-        rescale(opt, hub.example_inputs(opt, 0), 2.0**-6)
+    # Its second stage begins with a norm of the stream whose eps is in the code.
+    stages = SWIN | dict(depths=[1, 1], num_heads=[2, 2])
+    swin = hf.SwinForImageClassification(hf.SwinConfig(**stages)).eval()
+    # One key of the config is the eps of a norm that these inputs do not run.
+    across = MODELS["GPT2LMHeadModel"] | {"add_cross_attention": True}
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(**across)).eval()
+    for model, named in (
+        (opt, "the eps of 1e-05 of .*norm is in the code of OPTForCausalLM"),
+        (swin, r"the eps of 1e-05 of \S*downsample.norm is in the code of Swin"),
+        (gpt2, "ln_cross_attn takes its eps from layer_norm_epsilon .*--inputs=FILE"),
+    ):
+        with pytest.raises(FoldError, match=named):
+            rescale(model, hub.example_inputs(model, 0), 2.0**-6)
     x = (torch.randn(2, 3, C, dtype=torch.float64),)
     for forward, named in (
         (lambda m, x: m.out(m.ln(m.a(x)).tanh() + m.ln2(m.b(x).exp())), "exp would not pass"),
@@ -131,7 +229,7 @@ def test_refusals(tmp_path):
 
 
 def test_the_factor_is_measured_on_a_text(tmp_path, capsys):
-    """So that the largest number of the stream is a quarter of float16's range or less."""
+    """So that the largest number of the stream is at most a quarter of float16's range."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     model = made("LlamaForCausalLM", large=True)

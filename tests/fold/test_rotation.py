@@ -96,6 +96,7 @@ def test_exact_in_float64(name):
     assert keeps_mean == ("made to keep means" in str(certificate))
     is_split = getattr(model.config, "is_encoder_decoder", False)
     assert ("encoder_last_hidden_state" in str(certificate)) == is_split
+    assert ("inputs_embeds" in str(certificate)) == (model.main_input_name == "input_ids")
     assert not after._forward_hooks and not model._forward_hooks
 
 
@@ -157,6 +158,9 @@ def test_output_norms_are_refused(name):
         rotate(model, hub.example_inputs(model, seed=0))
 
 
+GROUPS = "conv1d in conv takes its channels in 2 groups"
+
+
 class Partial(nn.Module):
     """RMSNorm whose mean is over half of the channels (Zhang & Sennrich 2019, section 3)."""
 
@@ -178,8 +182,11 @@ def test_refusals(tmp_path):
     _, certificate = rotate(stream(lambda m, s: m.ln(s)), x)
     assert certificate.ok and certificate.folded == 2
     group = nn.GroupNorm(2, C, affine=False)
+    conv = {"conv": nn.Conv1d(C, C, 1, groups=2)}
     for model, named in (
         (stream(lambda m, s: group(s.mT).mT), "group_norm sees its channels one by one"),
+        (stream(lambda m, s: m.ln(s), write=lambda m, y: m.conv(y.tanh().mT).mT, **conv), GROUPS),
+        (stream(lambda m, s: m.ln(s), read=lambda m, s: m.conv(s.mT).mT, **conv), GROUPS),
         (stream(lambda m, s: m.part(s), part=Partial()), "slice in part sees"),
         (stream(lambda m, s: m.ln(s), read=lambda m, s: s.tanh()), "tanh sees"),
         (stream(lambda m, s: m.ln(s), write=lambda m, y: y.relu()), "relu sees"),
