@@ -12,6 +12,7 @@ command named it (common/norm_file.py), and it is read once. Its folder is not o
 """
 
 import contextlib
+import copy
 import linecache
 import re
 import string
@@ -20,14 +21,16 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, UserError
 from common.norm_file import PIN, NormFile, default_norm_file, split_norm_file
 from norm_plan import NORMS, NormPlan
 from norm_types import COMMON, NONE, NORM_TYPES, NormType, Recipe, uniform
-from norms import Norm
+from norms import Norm, inverse_rms
 
 # Beside the norm's own letter: norms of the house that a plan may have at other places
 OTHERS = "RL"
@@ -128,17 +131,17 @@ def told_in_a_line(
     except UserError:
         raise
     except Exception as error:
-        raise ConfigError(
-            f"{file.path}:{line_of(error, file)}: {what}{type(error).__name__}: {error}: {remedy}"
-        ) from None
+        line = line_of(error, file)
+        where = file.path if line is None else f"{file.path}:{line}"
+        raise ConfigError(f"{where}: {what}{type(error).__name__}: {error}: {remedy}") from None
 
 
-def line_of(error: Exception, file: NormFile) -> int | str:
-    """Return the last line of a norm file that an exception went through."""
+def line_of(error: Exception, file: NormFile) -> int | None:
+    """Return the last line of a norm file that an exception went through; None without one."""
     if isinstance(error, SyntaxError):
-        return error.lineno or "?"
+        return error.lineno
     frames = traceback.extract_tb(error.__traceback__)
-    return next((f.lineno for f in reversed(frames) if f.filename == file.path), None) or "?"
+    return next((f.lineno for f in reversed(frames) if f.filename == file.path), None)
 
 
 def classes_of(module: ModuleType) -> list[type[Norm]]:
@@ -237,6 +240,61 @@ def builder(kind: type[Norm], file: NormFile) -> Callable[[NormPlan, int], Norm]
             torch.default_generator.manual_seed(number)
             what = f"{kind.__name__} cannot be made: "
             with told_in_a_line(file, what, "its __init__ takes what Norm's takes"):
-                return kind.of_plan(plan, number)
+                norm = kind.of_plan(plan, number)
+            check_forward(norm, file)
+        return norm
 
     return build
+
+
+def check_forward(norm: Norm, file: NormFile) -> None:
+    """Call a copy of a norm once. Raises ConfigError for what would end in a traceback later."""
+    where = f"norm_file={file.path}: {type(norm).__name__}"
+    for name, parameter in norm.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(f"{where}: {name} has the shape (): make it (1,), as FSDP asks")
+    h = torch.randn(2, 3, norm.channels)
+    if type(h) is not Tensor or h.is_meta:
+        return  # shapes alone are asked for
+    probe = copy.deepcopy(norm)
+    what = f"{type(norm).__name__}.forward fails: "
+    with torch.enable_grad(), told_in_a_line(file, what, "it takes (h, inv_rms)"):
+        result = probe(h, inverse_rms(h, norm.eps))
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigError(f"{where}.forward must return two things: (y, inv_rms), or (y, None)")
+    y, inv_rms = result
+    if not isinstance(y, Tensor) or (y.shape, y.dtype) != (h.shape, h.dtype):
+        raise ConfigError(
+            f"{where}.forward returns {described(y)} as y for h of {described(h)}: y has the shape "
+            "and type of h"
+        )
+    if inv_rms is not None and getattr(inv_rms, "shape", None) != (2, 3, 1):
+        raise ConfigError(
+            f"{where}.forward hands on {described(inv_rms)} for h of {described(h)}: hand on None, "
+            "or a statistic (B, T, 1)"
+        )
+    unused = unused_parameters(probe, [out for out in result if out is not None])
+    if unused:
+        raise ConfigError(
+            f"{where}.forward does not use {', '.join(unused)}, which gets no gradient: use it "
+            "(self.affine has the gain and the bias), do not make it (affine=False), or keep it by "
+            "taper.keep_in_graph"
+        )
+
+
+def described(value: Any) -> str:
+    """Return shape and type of a tensor; of anything else what it is."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"
+
+
+def unused_parameters(norm: Norm, outputs: list[Tensor]) -> list[str]:
+    """Name the parameters of a norm that its outputs do not depend on."""
+    named = {name: one for name, one in norm.named_parameters() if one.requires_grad}
+    roots = [out for out in outputs if out.requires_grad]
+    if not named or not roots:
+        return list(named)
+    zeros = [torch.zeros_like(root) for root in roots]
+    found = torch.autograd.grad(roots, list(named.values()), zeros, allow_unused=True)
+    return [name for name, gradient in zip(named, found) if gradient is None]

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import multiprocessing
 import resource
+import signal
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -135,11 +136,20 @@ def floats(output: Any) -> list[Tensor]:
     return [x for x in tensors if x.is_floating_point()]
 
 
+def begin_child(size: int) -> None:
+    """Set the limit of a process's memory, bytes, and let SIGTERM end it.
+
+    It may have the handler of whoever started it, which only notes the signal: then the pool that
+    ends it would wait for ever.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
 def measure_in_child(name: str, config: TableConfig) -> dict[str, Any]:
     """Run `measure` in a process of its own, which the limits may end."""
-    size = config.gigabytes << 30
-    limits = (resource.RLIMIT_AS, (size, size))
-    with multiprocessing.get_context("fork").Pool(1, resource.setrlimit, limits) as pool:
+    context = multiprocessing.get_context("fork")
+    with context.Pool(1, begin_child, (config.gigabytes << 30,)) as pool:
         try:
             return pool.apply_async(measure, (name,)).get(config.seconds)
         except multiprocessing.TimeoutError:

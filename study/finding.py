@@ -36,5 +36,8 @@ class Worst:
 def where_it_failed(error: Exception, config: GPTConfig) -> str:
     """Say in a line what a norm raised."""
     source = config.type.source
-    where = f"{source.path}:{line_of(error, source)}: " if source else ""
+    where = ""
+    if source is not None:
+        line = line_of(error, source)
+        where = f"{source.path}: " if line is None else f"{source.path}:{line}: "
     return one_line(f"{where}{type(error).__name__}: {error}")

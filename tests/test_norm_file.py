@@ -369,14 +369,33 @@ NOT_A_NORM = {
         "class A(Norm): pass\nTYPES = {'A': NormType(lambda *_: 'AAA|Ds', 'A', outputs='Ds')}\n",
         "has D, s as a norm of outputs",
     ),
+    **{
+        what: (f"class A(Norm):\n    def forward(self, h, inv_rms=None): {body}\n", why)
+        for what, body, why in (
+            ("one thing", "return h", "must return two things: (y, inv_rms)"),
+            ("a pair in turn", "return None, self.affine(h, h.dtype)", "returns a NoneType as y"),
+            ("another size", "return self.affine(h, h.dtype)[..., 1:], None", "(2, 3, 15) float32"),
+            ("another type", "return self.affine(h, h.dtype).double(), None", "16) float64 as y"),
+            ("a flat statistic", "return self.affine(h, h.dtype), h.mean(-1)", "hands on (2, 3)"),
+            ("no gain", "return h, None", "does not use weight"),
+            ("an error", "return h + self.gian, None", ":5: A.forward fails: AttributeError"),
+        )
+    },
+    "forward of one": ("class A(Norm):\n    def forward(self, h): pass\n", "takes (h, inv_rms)"),
+    "a scalar": (
+        "class A(RMSNorm):\n    def __init__(self, *args, **keys):\n"
+        "        super().__init__(*args, **keys)\n"
+        "        self.scale = torch.nn.Parameter(torch.ones(()))\n",
+        "scale has the shape (): make it (1,)",
+    ),
 }
 
 
 def test_a_plan_by_hand_goes_before_the_weight_of_a_row(registry, tmp_path):
     path = tmp_path / "weighted.py"
     path.write_text(
-        "from norms import Norm\nfrom norm_types import NormType, post_letters\n"
-        "class A(Norm): pass\n"
+        "from norms import RMSNorm\nfrom norm_types import NormType, post_letters\n"
+        "class A(RMSNorm): pass\n"
         "TYPES = {'mine': NormType(post_letters, 'IPA', residual_weight=lambda n: 3.0)}\n"
     )
     norm_files.add_norms(read_norm_file(str(path)))
@@ -390,8 +409,10 @@ def test_a_plan_by_hand_goes_before_the_weight_of_a_row(registry, tmp_path):
 @pytest.mark.parametrize("content, message", NOT_A_NORM.values(), ids=NOT_A_NORM)
 def test_what_cannot_be_a_norm_is_a_line_that_says_so(registry, tmp_path, content, message):
     path = tmp_path / "wrong.py"
-    path.write_text(f"from norms import Norm\nfrom norm_types import *\n{content}")
-    with pytest.raises(UserError, match=message):
+    path.write_text(
+        f"import torch\nfrom norms import Norm, RMSNorm\nfrom norm_types import *\n{content}"
+    )
+    with pytest.raises(UserError, match=re.escape(message)):
         norm_files.add_norms(read_norm_file(str(path)))
         GPT(GPTConfig(norm_type="A", **SHAPE))
 

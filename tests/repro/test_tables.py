@@ -9,6 +9,7 @@ import json
 import lzma
 import math
 import shutil
+import signal
 import time
 from itertools import product
 from pathlib import Path
@@ -91,7 +92,15 @@ def test_one_model_in_a_process_of_its_own(monkeypatch):
     assert record["batch"] == "other" and fold_table.why(record).startswith("ln: ")
 
 
-def test_limits_end_a_model(monkeypatch):
+@pytest.fixture
+def sigterm_is_noted():
+    """As in a process in which a training has begun."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_limits_end_a_model(monkeypatch, sigterm_is_noted):
     config = fold_table.TableConfig(seconds=1)
     monkeypatch.setattr(fold_models, "build", lambda name: time.sleep(60))
     record = fold_table.measure_in_child("net", config)
