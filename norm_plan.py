@@ -230,6 +230,12 @@ class NormConfig:
                 f"norm_type {self.norm_type!r} is of a norm file: give the file with the SHA-256 "
                 f"{self.norm_sha256}, --{KEY}=FILE"
             )
+        of_file = [name for name, row in NORM_TYPES.items() if row.source is not None]
+        if of_file:
+            return (
+                f"unknown norm_type {self.norm_type!r}: the norm file adds {', '.join(of_file)} "
+                "(its subclasses of Norm, and the names in its TYPES)"
+            )
         bare = self.norm_type.lower().removesuffix("norm")  # RMSNorm is rms
         near = difflib.get_close_matches(bare, NORM_TYPES, n=1, cutoff=0.0)
         return (
@@ -367,7 +373,8 @@ class NormPlan:
         if is_own_plan and weight != 1 and set(REPLACING).isdisjoint(self.letters):
             raise ConfigError(
                 f"{where}: its residual_weight acts where a norm replaces the stream "
-                f"({' and '.join(REPLACING)}), and its plan {self} has none: leave it out"
+                f"({' and '.join(REPLACING)}), and its plan {self} has none: leave it out, or "
+                "train more blocks"
             )
         parts = self.config.recipe.init_factors(self.n_layer).keys()
         if unknown := sorted(parts - set(INIT_PARTS)):
@@ -378,11 +385,14 @@ class NormPlan:
 
     def _check_letters(self, what: str, letters: str, count: int, allowed: str) -> None:
         """Raise ConfigError unless a section of the plan has `count` letters of `allowed`."""
-        if len(letters) != count or not set(letters) <= set(allowed):
-            raise ConfigError(
-                f"norm_plan {self.text[:SHOWN]!r}: {self.n_layer} blocks of norm_type="
-                f"{self.config.norm_type} need {count} letters{what}, each one of {allowed}"
-            )
+        wrong = sorted(set(letters) - set(allowed))
+        if len(letters) == count and not wrong:
+            return
+        found = f"; not so: {', '.join(wrong)}" if wrong else f"; found {len(letters)}"
+        raise ConfigError(
+            f"norm_plan {self.text[:SHOWN]!r}: {self.n_layer} blocks of norm_type="
+            f"{self.config.norm_type} need {count} letters{what}, each one of {allowed}{found}"
+        )
 
     @property
     def adds_plainly(self) -> bool:

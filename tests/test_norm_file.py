@@ -675,6 +675,13 @@ def three_steps(tiny_data, tmp_path_factory) -> Path:
     return folder / "run"
 
 
+def test_a_norm_that_is_not_chosen_is_said(train_ok, tiny_data, tmp_path):
+    (tmp_path / "mine.py").write_text(example())
+    words = (*TINY, f"--data_dir={tiny_data}", f"--norm_file={tmp_path / 'mine.py'}")
+    job = train_ok(*words, "--max_iters=1", f"--out_dir={tmp_path / 'run'}")
+    assert "is not of the norm file, which adds MeanAbs" in job.text()
+
+
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_what_names_a_norm_file_does_not_run_it(
     three_steps, train_fails, tiny_data, tmp_path, monkeypatch, trap, place

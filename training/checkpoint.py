@@ -445,7 +445,9 @@ def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
                 overrides.set(field.name, saved[field.name], "its config")
         config = overrides.build()
     except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}: use another checkpoint") from None
+        is_of_file = saved.get("norm_sha256") and "norm file" in str(error)
+        remedy = "" if is_of_file else ": use another checkpoint"  # it says to give that file
+        raise CheckpointError(f"{path}: {error}{remedy}") from None
     # The other keys that are gone do not change what the model computes.
     check_retired(saved, config, path, ("qk_gain", "v_norm"))
     return config
