@@ -476,7 +476,17 @@ class Place(nn.Module):
 
     The next sublayer reads y, and h is the stream from here on. If the norm `replaces` the stream,
     that is y, and the next sublayer reads y, or reader(y) if there is a reader. In most plans
-    h = x + delta. This class (and model.FoldedBlock) decides which function of kernels/ does what.
+    h = x + delta. This class (and model.FoldedBlock) decides which function of kernels/ does what:
+
+        output      norm        function that adds
+        none        RMSNorm     add_rms_norm, sum and norm at once
+        none        shared      add_shared_rms_scale, sum and norm at once
+        RMSNorm     RMSNorm     norm_add_norm, all three at once
+        RMSNorm     another     add_normed, output norm and sum; then the norm
+        any other pair          add_then: the sum, then the norm
+        with a residual_weight  torch.add, then the norm
+
+    An anchor has to see h, so with one the norm comes after the sum, too.
 
     Args:
         norm: of the sum h.
@@ -484,7 +494,7 @@ class Place(nn.Module):
             with NoNorm as `norm` OLMo 2's order.
         replaces: is y the stream from here on? Post-LN (Vaswani et al. 2017).
         reader: where y replaces the stream: the border of Mix-LN, KEEL.
-        residual_weight: DeepNorm, Wang et al. 2022, equation 2.
+        residual_weight: DeepNorm, Wang et al. 2022, equation 2. Plans have one at P and B alone.
         anchor: sees h before it is normalised (taper.ScaleAnchor), or None.
     """
 

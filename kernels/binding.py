@@ -128,6 +128,7 @@ def _by_kernels(
         return found
     # h = x + N_out(a). So the gradient of h is the dy of N_out, an RMSNorm with the input a.
     output_norm = Saved(x=saved.a, w=saved.w_out, inv=saved.inv_out)
+    # Backward reads the statistic, and no eps.
     of_output = launch(Upstream(dy=found.x), output_norm, Settings("rms"), wants_gains)
     return found._replace(a=of_output.x, w_out=of_output.w)
 

@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
 class Settings(NamedTuple):
     """Which operator it is, and its numbers."""
 
-    kind: str = ""  # rms, layer, shared, taper, an activation, or "" to add only
+    kind: str = ""  # rms, layer, shared, taper, an activation, or "" for the sum h alone
     eps: float = 0.0
     eps_out: float | None = None  # of the output norm, an RMSNorm of a before it is added
     groups: int = 1
