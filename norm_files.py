@@ -131,17 +131,19 @@ def told_in_a_line(
     except UserError:
         raise
     except Exception as error:
-        line = line_of(error, file)
-        where = file.path if line is None else f"{file.path}:{line}"
-        raise ConfigError(f"{where}: {what}{type(error).__name__}: {error}: {remedy}") from None
+        raise ConfigError(
+            f"{place_of(error, file)}: {what}{type(error).__name__}: {error}: {remedy}"
+        ) from None
 
 
-def line_of(error: Exception, file: NormFile) -> int | None:
-    """Return the last line of a norm file that an exception went through; None without one."""
+def place_of(error: Exception, file: NormFile) -> str:
+    """Return the path of a norm file and its last line that an exception went through, if any."""
     if isinstance(error, SyntaxError):
-        return error.lineno
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((f.lineno for f in reversed(frames) if f.filename == file.path), None)
+        line = error.lineno
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((f.lineno for f in reversed(frames) if f.filename == file.path), None)
+    return file.path if line is None else f"{file.path}:{line}"
 
 
 def classes_of(module: ModuleType) -> list[type[Norm]]:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from common.errors import one_line
 from model import GPTConfig
-from norm_files import line_of
+from norm_files import place_of
 
 
 class Finding(NamedTuple):
@@ -36,8 +36,5 @@ class Worst:
 def where_it_failed(error: Exception, config: GPTConfig) -> str:
     """Say in a line what a norm raised."""
     source = config.type.source
-    where = ""
-    if source is not None:
-        line = line_of(error, source)
-        where = f"{source.path}: " if line is None else f"{source.path}:{line}: "
+    where = f"{place_of(error, source)}: " if source else ""
     return one_line(f"{where}{type(error).__name__}: {error}")
