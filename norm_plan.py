@@ -54,6 +54,7 @@ from norm_types import (
     SOURCES,
     NormType,
     Recipe,
+    added_types,
     base_letter,
 )
 from norms import (
@@ -230,7 +231,7 @@ class NormConfig:
                 f"norm_type {self.norm_type!r} is of a norm file: give the file with the SHA-256 "
                 f"{self.norm_sha256}, --{KEY}=FILE"
             )
-        of_file = [name for name, row in NORM_TYPES.items() if row.source is not None]
+        of_file = added_types()
         if of_file:
             return (
                 f"unknown norm_type {self.norm_type!r}: the norm file adds {', '.join(of_file)} "

@@ -289,3 +289,8 @@ NORM_TYPES: dict[str, NormType] = {
     # What a finished taper folds into; R and L as above
     "none": NormType(uniform(NONE), "IRL"),
 }
+
+
+def added_types() -> list[str]:
+    """Name the norm types that a norm file has added."""
+    return [name for name, row in NORM_TYPES.items() if row.source is not None]

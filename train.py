@@ -42,7 +42,7 @@ from load import init_from, take_shape
 from model import GPT, check_memory
 from norm_files import take_norm_file
 from norm_plan import foreign_keys, keys_of
-from norm_types import NORM_TYPES
+from norm_types import added_types
 from taper import TaperSchedule, is_tapered, tapers
 from training.checkpoint import BEST, LAST, restore
 from training.choices import native_bfloat16, resolve
@@ -327,7 +327,7 @@ def notes(config: TrainConfig, model: GPT, start: dict[str, Any], run: RunFolder
         f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, "
         f"{run.provenance['device']}, {start['tokens_per_step']:,} tokens a step"
     ]
-    of_file = [name for name, row in NORM_TYPES.items() if row.source is not None]
+    of_file = added_types()
     if of_file and config.type.source is None:
         found.append(
             f"norm_type={config.norm_type} is not of the norm file, which adds {', '.join(of_file)}"
