@@ -65,10 +65,7 @@ def add_norms(file: NormFile) -> None:
     classes = classes_of(module)
     letters = letters_of(classes, file)
     rows = {kind.__name__: default_row(letter) for letter, kind in letters.items()}
-    own_rows = getattr(module, "TYPES", {})
-    if not isinstance(own_rows, dict):
-        raise ConfigError(f"norm_file={file.path}: TYPES must be a dict: name -> NormType")
-    rows |= own_rows
+    rows |= rows_of(module, file)
     if not rows:
         raise ConfigError(f"norm_file={file.path}: no subclass of norms.Norm is in it: write one")
     known_keys = {key for row in NORM_TYPES.values() for key in row.keys}
@@ -156,6 +153,23 @@ def classes_of(module: ModuleType) -> list[type[Norm]]:
         and value.__module__ == module.__name__
         and not name.startswith("_")
     ]
+
+
+def rows_of(module: ModuleType, file: NormFile) -> dict[str, NormType]:
+    """Return TYPES, which not every file has. Raises ConfigError if rows stand elsewhere."""
+    if not hasattr(module, "TYPES"):
+        for name, value in vars(module).items():
+            rows = list(value.values()) if isinstance(value, dict) else [value]
+            is_of_house = value is NORM_TYPES or name.startswith("_")
+            if not is_of_house and any(isinstance(row, NormType) for row in rows):
+                raise ConfigError(
+                    f"norm_file={file.path}: {name} is not read: call it TYPES, a dict: name -> "
+                    "NormType"
+                )
+        return {}
+    if not isinstance(module.TYPES, dict):
+        raise ConfigError(f"norm_file={file.path}: TYPES must be a dict: name -> NormType")
+    return module.TYPES
 
 
 def letters_of(classes: Iterable[type[Norm]], file: NormFile) -> dict[str, type[Norm]]:

@@ -40,7 +40,7 @@ from typing import Any
 
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, NormFileError
 from common.norm_file import KEY, PIN
 from configurator import check_ranges, key
 from kernels import MODES
@@ -194,10 +194,10 @@ class NormConfig:
         if not re.fullmatch("([0-9a-f]{64})?", self.norm_sha256):
             raise ConfigError(f"{PIN}={self.norm_sha256!r}: a SHA-256 has 64 digits, 0-9 and a-f")
         if self.norm_type not in NORM_TYPES:
-            raise ConfigError(self._unknown_type())
+            raise self._unknown_type()
         source = self.type.source
         if source is not None and self.norm_sha256 not in ("", source.sha256):
-            raise ConfigError(
+            raise NormFileError(
                 f"norm_type {self.norm_type!r} is that of a norm file with the SHA-256 "
                 f"{self.norm_sha256}, and {KEY}={source.path} has {source.sha256}: give that file"
             )
@@ -224,22 +224,22 @@ class NormConfig:
                 "taper_end=1: is it a step or the whole run? Give a later step, or a share below 1"
             )
 
-    def _unknown_type(self) -> str:
+    def _unknown_type(self) -> ConfigError:
         """Say what to do about a norm type that is not in the registry."""
         if self.norm_sha256:
-            return (
+            return NormFileError(
                 f"norm_type {self.norm_type!r} is of a norm file: give the file with the SHA-256 "
                 f"{self.norm_sha256}, --{KEY}=FILE"
             )
         of_file = added_types()
         if of_file:
-            return (
+            return ConfigError(
                 f"unknown norm_type {self.norm_type!r}: the norm file adds {', '.join(of_file)} "
                 "(its subclasses of Norm, and the names in its TYPES)"
             )
         bare = self.norm_type.lower().removesuffix("norm")  # RMSNorm is rms
         near = difflib.get_close_matches(bare, NORM_TYPES, n=1, cutoff=0.0)
-        return (
+        return ConfigError(
             f"unknown norm_type {self.norm_type!r}: did you mean {near[0]}? (A norm of your own "
             f"needs --{KEY}=FILE.)"
         )
@@ -328,11 +328,9 @@ class NormPlan:
         """Raise ConfigError for letters, or numbers for each letter, that do not fit the model."""
         config = self.config
         positions = 2 * self.n_layer + 1
-        self._check_letters("", self.letters, positions, self.type.allowed_letters)
-        outputs = self.type.outputs + NONE
-        self._check_letters(" of the outputs", self.outputs, positions - 1, outputs)
-        embeddings = self.type.embeddings + NONE
-        self._check_letters(" of the embedding", self.embedding, 1, embeddings)
+        self._check_letters("", self.letters, positions, "allowed_letters")
+        self._check_letters(" of the outputs", self.outputs, positions - 1, "outputs")
+        self._check_letters(" of the embedding", self.embedding, 1, "embeddings")
         for index, letter in enumerate(self.letters):
             source = SOURCES.get(letter)
             # The letter before, all s (or h) left out, must be R (or H): it computes a statistic.
@@ -384,12 +382,17 @@ class NormPlan:
                 f"are {', '.join(INIT_PARTS)}: correct the norm file"
             )
 
-    def _check_letters(self, what: str, letters: str, count: int, allowed: str) -> None:
-        """Raise ConfigError unless a section of the plan has `count` letters of `allowed`."""
+    def _check_letters(self, what: str, letters: str, count: int, field: str) -> None:
+        """Raise ConfigError unless a section has `count` letters that a field of the row allows."""
+        allowed = getattr(self.type, field)
+        if field != "allowed_letters":
+            allowed += NONE
         wrong = sorted(set(letters) - set(allowed))
         if len(letters) == count and not wrong:
             return
         found = f"; not so: {', '.join(wrong)}" if wrong else f"; found {len(letters)}"
+        if wrong and self.type.source:
+            found += f" (the row's {field} says which may stand there)"
         raise ConfigError(
             f"norm_plan {self.text[:SHOWN]!r}: {self.n_layer} blocks of norm_type="
             f"{self.config.norm_type} need {count} letters{what}, each one of {allowed}{found}"

@@ -321,6 +321,14 @@ def describe(config: TrainConfig, model: GPT, tokens_per_step: int) -> dict[str,
     }
 
 
+def takes_initial_gain(model: GPT) -> bool:
+    """Has any norm that `initial_gain` is for a gain? One of a norm file need not have one."""
+    norms = [place.norm for place in model.places()]
+    if isinstance(model.config.initial_gain, tuple):
+        norms += [place.output for place in model.places() if place.output is not None]
+    return any(norm.core.weight is not None for norm in norms)
+
+
 def notes(config: TrainConfig, model: GPT, start: dict[str, Any], run: RunFolder) -> list[str]:
     """Describe a run in lines for people."""
     found = [
@@ -334,6 +342,12 @@ def notes(config: TrainConfig, model: GPT, start: dict[str, Any], run: RunFolder
         )
     if start["norm_notes"]:
         found.append(f"norm_type={config.norm_type}: {'; '.join(start['norm_notes'])}")
+    # norm_gain=none has a note of its own.
+    if config.initial_gain != 1 and config.has_gain and not takes_initial_gain(model):
+        found.append(
+            f"warning: initial_gain={config.initial_gain} changes nothing: the norms of "
+            f"norm_type={config.norm_type} have no gain"
+        )
     if config.optimizer == "muon":
         matrices = sum(len(rows) for rows in model.hidden_matrices().values())
         found.append(f"muon for {matrices} matrices, adamw for the rest")

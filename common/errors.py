@@ -23,6 +23,10 @@ class ConfigError(UserError):
     on_every_rank = True
 
 
+class NormFileError(ConfigError):
+    """A norm type needs a norm file that is not there, or another one. The message says which."""
+
+
 class FoldError(ConfigError):
     """A conversion does not fit this model, or the model cannot be analysed or checked."""
 

@@ -17,6 +17,7 @@ from .declaration import JudgedArm
 from .finished import rate_at
 from .plan import found_by
 from .rates import Screen
+from .starts import Start, may_be_matched, why_unmatched
 from .verdict import Outcome, label
 
 BEYOND = (1, 2)  # octaves above the best rate at which the loss is told: double and four times
@@ -114,11 +115,15 @@ def start_of(outcome: Outcome, judged: JudgedArm) -> str:
         return "the baseline"
     if judged.matches:
         return "matched to the baseline's scale"
-    ratios = [rms / base for _, rms, base in outcome.record.starts.get(judged.text, []) if base]
-    if not ratios:
+    lines = outcome.record.starts.get(judged.text, [])
+    found = [Start(*line) for line in lines if line[-1]]
+    if not found:
         return "not measured"
-    low, high = min(ratios), max(ratios)
+    low, high = min(start.ratio for start in found), max(start.ratio for start in found)
     text = f"{low:.2f} to {high:.2f} times the baseline's scale, where both have a norm"
+    has_matched = any(other.matches == judged.text for other in outcome.record.arms)
+    if may_be_matched(judged) and not has_matched:
+        text = "; ".join(filter(None, [text, why_unmatched(found)]))
     is_first = outcome.chosen[label(judged)] == judged.options[0]
     return text if is_first else f"{text}, with {judged.options[0].text}"
 

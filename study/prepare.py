@@ -14,7 +14,6 @@ from common.output import parse_json
 from data.shards import Shards, find_shards
 from evidence.archive import SUFFIX, read
 from evidence.runs import NAMES
-from norm_types import NORM_TYPES
 from training.config import TrainConfig
 
 from .arms import CHOICES, check_word, named, own_choices, own_values, read_arm, read_arms, split
@@ -23,7 +22,7 @@ from .declaration import RULES, Declaration, JudgedArm, Record
 from .finished import JUDGED, SCREENING
 from .norm_check import check_arm, size_of
 from .plan import ArmTime, cost, power_lines, seeds_within, time_arm
-from .starts import matched_gain, starts
+from .starts import matched_gain, may_be_matched, starts, why_unmatched
 
 SEEDS = 4  # of the verdict, where neither --seeds nor --hours says
 # Keys that the study sets itself, beside those that a sweep does; and of its arms alone
@@ -211,17 +210,13 @@ def prepare_arm(
 
 
 def matched_arm(text: str, config: TrainConfig, found: list[Any], say: Say) -> JudgedArm | None:
-    """Return the arm that starts at the baseline's scale; None if none is needed.
-
-    House norm types start as their authors wrote them, and are never changed. An arm with several
-    initial gains has a choice already.
-    """
-    gains = {word for option in JudgedArm(text, "").options for word in option.arm.words}
-    has_choice = sum(word.startswith("--initial_gain=") for word in gains) > 1
-    if NORM_TYPES[config.norm_type].source is None or has_choice:
+    """Return the arm that starts at the baseline's scale; None if it needs or may have none."""
+    if not may_be_matched(JudgedArm(text, "")):
         return None
     gain = matched_gain(found, config)
     if gain is None:
+        if why := why_unmatched(found):
+            say(f"start {text}: {why}")
         return None
     say(
         f"start {text}: its norms put out {config.initial_gain / gain:.2f} times what the "

@@ -17,11 +17,14 @@ from torch import Tensor
 from data.shards import read_meta
 from load import init_from
 from model import GPT
+from norm_types import NORM_TYPES
 from norms import NoNorm, Place
 from training.choices import with_vocabulary
 from training.config import TrainConfig
 from training.dataloader import Blocks
 
+from .arms import own_values
+from .declaration import JudgedArm
 from .places import EMBEDDINGS, as_it_was, place_names
 
 OUTPUT = " output"  # ends the name of an output norm
@@ -42,6 +45,11 @@ class Start(NamedTuple):
     @property
     def ratio(self) -> float:
         return self.rms / self.baseline_rms if self.baseline_rms else math.inf
+
+    @property
+    def is_matched(self) -> bool:
+        """Is it the baseline's scale?"""
+        return LEAST <= self.ratio <= MOST
 
     @property
     def is_input(self) -> bool:
@@ -93,13 +101,36 @@ def matched_gain(found: list[Start], config: TrainConfig) -> float | None:
     return None
 
 
+def may_be_matched(judged: JudgedArm) -> bool:
+    """May an arm have a second one, with a matched start?
+
+    House norm types start as their authors wrote them, and are never changed. An arm with several
+    initial gains has a choice already.
+    """
+    values = [own_values(option.arm) for option in judged.options]
+    row = NORM_TYPES.get(values[0]["norm_type"])
+    is_of_house = row is not None and row.source is None
+    gains = {each.get("initial_gain") for each in values}
+    return not is_of_house and len(gains) == 1
+
+
+def why_unmatched(found: list[Start]) -> str:
+    """Say why no gain was found for an arm; "" if it starts at the baseline's scale everywhere."""
+    inputs = [start for start in found if start.is_input]
+    if all(start.is_matched for start in inputs):
+        return ""
+    if LEAST <= median_ratio(inputs) <= MOST:
+        return "not matched: most places start at the baseline's scale, and one gain moves them all"
+    return "not matched: no one initial_gain brings them to the baseline's scale"
+
+
 def median_ratio(found: list[Start]) -> float:
     return statistics.median(start.ratio for start in found)
 
 
 def n_matched(found: list[Start]) -> int:
     """Count the places at the baseline's scale."""
-    return sum(LEAST <= start.ratio <= MOST for start in found)
+    return sum(start.is_matched for start in found)
 
 
 @torch.no_grad()

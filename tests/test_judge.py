@@ -325,6 +325,16 @@ def test_a_norm_of_another_scale_has_a_second_arm(world, capsys):
     assert re.search(r"Start: MeanAbs as written minus .*: \+0\.1\d* nats", world.report())
 
 
+def test_the_page_says_why_a_start_is_not_matched(world, capsys):
+    bare = MEAN_ABS.replace("self.affine(wide", "(0 * self.weight + wide").replace(", h.dtype)", ")")
+    world.norm_file.write_text(bare)
+    world.judge("rms MeanAbs layer", "--seeds=3")
+    why = "not matched: no one initial_gain brings them to the baseline's scale"
+    assert f"start MeanAbs: {why}" in capsys.readouterr().out
+    [line] = [line for line in world.report().splitlines() if why in line]
+    assert line.startswith("| MeanAbs |")
+
+
 def test_an_arm_that_comes_later_is_tested_alone(world, capsys):
     """The old family keeps its tests; also after judge.json was lost."""
     world.judge("rms peri", "--seeds=4")

@@ -350,6 +350,10 @@ NOT_A_NORM = {
         "class A(Norm): pass\nTYPES = {'A': NormType(lambda *_: 'AA', 'A')}\n",
         "norm_plan 'AA': 1 blocks",
     ),
+    "output norms that the row lacks": (
+        "class A(Norm): pass\nTYPES = {'A': NormType(lambda *_: 'AAA | RR', 'A')}\n",
+        "of the outputs, each one of I; not so: R (the row's outputs says",
+    ),
     "factors without a function": (
         "class A(Norm): pass\n"
         "TYPES = {'A': NormType(lambda *_: 'AAA', 'A', recipe=Recipe({'mlp.up': 2.0}))}\n",
@@ -498,6 +502,14 @@ BAD = {
         "letter='R' of A is taken",
     ),
     "no rows": ("TYPES = ['a']\n", "TYPES must be a dict"),
+    "rows of another name": (
+        "from norm_types import *\nTYPE = {'a': NormType(uniform('R'), 'R')}\n",
+        "TYPE is not read: call it TYPES",
+    ),
+    "a row that nothing holds": (
+        "from norm_types import *\nMine = NormType(uniform('R'), 'R')\n",
+        "Mine is not read: call it TYPES",
+    ),
     "no row": ("TYPES = {'a': 'b'}\n", "no norm_types.NormType"),
     "a name with a slash": (
         "from norm_types import *\nTYPES = {'a/b': NormType(uniform('R'), 'R')}\n",
@@ -680,6 +692,21 @@ def test_a_norm_that_is_not_chosen_is_said(train_ok, tiny_data, tmp_path):
     words = (*TINY, f"--data_dir={tiny_data}", f"--norm_file={tmp_path / 'mine.py'}")
     job = train_ok(*words, "--max_iters=1", f"--out_dir={tmp_path / 'run'}")
     assert "is not of the norm file, which adds MeanAbs" in job.text()
+
+
+@pytest.mark.parametrize("affine", [False, True], ids=["no gain", "a gain"])
+def test_an_initial_gain_that_changes_nothing_is_said(train_ok, tiny_data, tmp_path, affine):
+    file = tmp_path / "bare.py"
+    file.write_text(
+        "from norms import RMSNorm\n"
+        "class Bare(RMSNorm):\n"
+        "    def __init__(self, *args, **keys):\n"
+        f"        super().__init__(*args, **keys | {{'affine': {affine}}})\n"
+    )
+    words = (*TINY, f"--data_dir={tiny_data}", f"--norm_file={file}", "--norm_type=Bare")
+    words += ("--initial_gain=0.5", "--max_iters=1", f"--out_dir={tmp_path / 'run'}")
+    text = train_ok(*words).text()
+    assert ("initial_gain=0.5 changes nothing" in text) is not affine
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)

@@ -31,7 +31,13 @@ import torch
 from torch import nn
 
 from common.distributed import Ranks, cut, gathered, share
-from common.errors import CheckpointError, ConfigError, UserError, cannot_write
+from common.errors import (
+    CheckpointError,
+    ConfigError,
+    NormFileError,
+    UserError,
+    cannot_write,
+)
 from common.inputs import check_regular
 from common.nanogpt import as_ours
 from common.output import replacing
@@ -444,10 +450,10 @@ def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
             if field.name in saved and field.name not in foreign:
                 overrides.set(field.name, saved[field.name], "its config")
         config = overrides.build()
+    except NormFileError as error:  # it says which file to give
+        raise CheckpointError(f"{path}: {error}") from None
     except ConfigError as error:
-        is_of_file = saved.get("norm_sha256") and "norm file" in str(error)
-        remedy = "" if is_of_file else ": use another checkpoint"  # it says to give that file
-        raise CheckpointError(f"{path}: {error}{remedy}") from None
+        raise CheckpointError(f"{path}: {error}: use another checkpoint") from None
     # The other keys that are gone do not change what the model computes.
     check_retired(saved, config, path, ("qk_gain", "v_norm"))
     return config

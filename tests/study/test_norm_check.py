@@ -24,7 +24,7 @@ from study.norm_check import (
     size_of,
 )
 from study.resume_check import fewest_blocks
-from study.starts import matched_gain, starts
+from study.starts import matched_gain, starts, why_unmatched
 from training.choices import has_compiler
 from training.config import TrainConfig
 
@@ -401,6 +401,7 @@ def test_the_scale_at_which_a_norm_starts(arm, tiny_data):
     again = starts(matched, config_of(tiny_data, norm_type="rms"))
     assert all(start.ratio == pytest.approx(1, abs=0.02) for start in again)
     assert matched_gain(again, matched) is None
+    assert why_unmatched(again) == ""
 
 
 @pytest.mark.parametrize(
@@ -410,6 +411,7 @@ def test_what_has_no_gain_to_set(arm, tiny_data, keys):
     config, _ = arm(SOUND["MeanAbs"], "MeanAbs", **keys)
     found = starts(config, config_of(tiny_data, norm_type="rms"))
     assert found[0].ratio > 1.2 and matched_gain(found, config) is None
+    assert "no one initial_gain brings" in why_unmatched(found)
 
 
 def test_a_norm_that_ignores_its_gain_cannot_be_matched(arm, tiny_data):
@@ -434,6 +436,7 @@ def test_one_gain_is_not_set_for_single_places(arm, tiny_data):
     found = starts(config, config_of(tiny_data, norm_type="rms"))
     assert [round(start.ratio, 2) for start in found] == [0.8, 0.8, 1, 1, 1]
     assert matched_gain(found, config) is None
+    assert "one gain moves them all" in why_unmatched(found)
     assert matched_gain([], config) is None
 
 
