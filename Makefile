@@ -11,6 +11,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# What is imported is compiled at its first import; all modules of all packages would take minutes.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # One thread a test process; two processes by default.
 JOBS ?= 2
 
@@ -22,12 +24,12 @@ env: $(VENV)/.installed
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit("nanonorm needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PIP) "$$(grep '^torch==' requirements.txt)"
+	$(PIP) -r requirements.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+	$(PIP) -r requirements.txt -r requirements-dev.txt
 	touch $@
 
 data: data/stdlib/meta.json

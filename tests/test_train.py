@@ -197,8 +197,9 @@ def test_ranks_end_together(launch, train_ok, tiny_data, tmp_path, fault, keys, 
 NOTED = """
 import signal, sys
 from common.distributed import StopSignal
-if "nohup" in sys.argv:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# What this process has of its parent is not asked: the tests themselves may run under nohup.
+is_ignored = "nohup" in sys.argv
+signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
 stop = StopSignal()
 for number in sys.argv[2:]:
     signal.raise_signal(int(number))
