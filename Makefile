@@ -13,8 +13,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # What is imported is compiled at its first import; all modules of all packages would take minutes.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
-# One thread a test process; two processes by default.
+# One thread a test process; two processes by default. The sweeps within tests have their own JOBS.
 JOBS ?= 2
+unexport JOBS
+# Or every process would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 PROMPT = class Parser:\n    def __init__(self, name, value=None):\n        self.name = name\n\n    def
 
