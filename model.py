@@ -23,7 +23,7 @@ from common.errors import ConfigError
 from configurator import key
 from kernels import scaled_activation
 from kernels.cross_entropy import cross_entropy
-from kernels.reference import GATED, KINDS, activate
+from kernels.reference import ACTIVATIONS, GATED, activate
 from norm_plan import NormConfig, NormPlan
 from norm_types import SHARED
 from norms import Handover, Norm, Place
@@ -87,7 +87,7 @@ class GPTConfig(NormConfig):
     n_inner: int = key(
         0, "hidden channels of the MLP (0: 4 n_embd; gated 8/3, up to a multiple of 64)", least=0
     )
-    activation: str = key("gelu", "of the MLP", KINDS)
+    activation: str = key("gelu", "of the MLP", ACTIVATIONS)
     position: str = key(
         "learned",
         "learned positions are added to the embeddings, rope rotates queries and keys",

@@ -21,22 +21,26 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from common.errors import ConfigError, UserError
 from common.norm_file import PIN, NormFile, default_norm_file, split_norm_file
-from norm_plan import NORMS, NormPlan
+from norm_plan import NORMS, QK_NORMS, NormPlan
 from norm_types import COMMON, NONE, NORM_TYPES, NormType, Recipe, uniform
 from norms import Norm, inverse_rms
+from taper import StepMean
 
 # Beside the norm's own letter: norms of the house that a plan may have at other places
 OTHERS = "RL"
 # Letters of the house that may be norms of outputs and of the embeddings, too. The others need what
 # only the sum at a place has.
 ANYWHERE = "RLGV" + NONE
+STEPS = 10  # max_iters of a trial of a norm
+GAIN_KINDS = NormType.gain_kinds
 
 
 def take_norm_file(argv: list[str]) -> list[str]:
@@ -80,8 +84,9 @@ def of_file(name: str, row: NormType, file: NormFile) -> NormType:
     """Return a row with its source. Errors of its functions are lines that name the file."""
     recipe = row.recipe
     if recipe is not COMMON:
-        told = telling(recipe.init_factors, f"the init_factors of norm type {name!r}", file)
-        recipe = replace(recipe, init_factors=told)
+        factors = telling(recipe.init_factors, f"the init_factors of norm type {name!r}", file)
+        alpha = telling(recipe.point_alpha, f"the point_alpha of norm type {name!r}", file)
+        recipe = replace(recipe, init_factors=factors, point_alpha=alpha)
     return replace(
         row,
         default_plan=telling(row.default_plan, f"the plan of norm type {name!r}", file),
@@ -119,15 +124,21 @@ def run_file(file: NormFile) -> ModuleType:
 
 
 @contextlib.contextmanager
-def told_in_a_line(
-    file: NormFile, what: str = "", remedy: str = "correct the norm file"
-) -> Iterator[None]:
-    """Raise ConfigError, with the line of the file, for any exception of its code."""
+def told_in_a_line(file: NormFile, what: str = "", arguments: str = "") -> Iterator[None]:
+    """Raise ConfigError, with the line of the file, for any exception of its code.
+
+    Args:
+        what: failed.
+        arguments: says what the function is called with, which may be why.
+    """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
+        remedy = (
+            arguments if arguments and isinstance(error, TypeError) else "correct the norm file"
+        )
         raise ConfigError(
             f"{place_of(error, file)}: {what}{type(error).__name__}: {error}: {remedy}"
         ) from None
@@ -217,6 +228,13 @@ def check_row(
         raise ConfigError(
             f"{where} is no norm_types.NormType: write TYPES = {{name: NormType(...)}}"
         )
+    for field in ("allowed_letters", "outputs", "embeddings"):
+        if not isinstance(getattr(row, field), str):
+            raise ConfigError(f"{where}: its {field} must be letters in one text, such as 'RL'")
+    if not isinstance(row.gain_kinds, tuple) or not {*row.gain_kinds} <= {*GAIN_KINDS}:
+        raise ConfigError(f"{where}: its gain_kinds must be a tuple of {', '.join(GAIN_KINDS)}")
+    if row.qk_norm not in QK_NORMS:
+        raise ConfigError(f"{where}: its qk_norm must be one of {', '.join(QK_NORMS)}")
     if not callable(row.default_plan):
         raise ConfigError(
             f"{where}: its plan must be a function of (config, n_layer) that returns text"
@@ -226,10 +244,12 @@ def check_row(
             f"{where}: its residual_weight must be a function of n_layer, such as "
             "lambda n_layer: 2.0"
         )
-    if not isinstance(row.recipe, Recipe) or not callable(row.recipe.init_factors):
+    recipe = row.recipe
+    is_recipe = isinstance(recipe, Recipe)
+    if not is_recipe or not callable(recipe.init_factors) or not callable(recipe.point_alpha):
         raise ConfigError(
-            f"{where}: its recipe must be a norm_types.Recipe, and the init_factors of that a "
-            "function of n_layer that returns {part: factor}"
+            f"{where}: its recipe must be a norm_types.Recipe, the init_factors of that a function "
+            "of n_layer that returns {part: factor}, and its point_alpha one of the channels"
         )
     if isinstance(row.keys, str):
         raise ConfigError(f"{where}: its keys must be a tuple: ({row.keys!r},)")
@@ -249,6 +269,7 @@ def check_row(
 
 def builder(kind: type[Norm], file: NormFile) -> Callable[[NormPlan, int], Norm]:
     """Return the function of plan and position that makes a norm, as NORMS has them."""
+    tried: set[int] = set()
 
     def build(plan: NormPlan, number: int) -> Norm:
         # What a norm draws is the same on every rank and in every run: nothing else seeds it.
@@ -257,14 +278,30 @@ def builder(kind: type[Norm], file: NormFile) -> Callable[[NormPlan, int], Norm]
             what = f"{kind.__name__} cannot be made: "
             with told_in_a_line(file, what, "its __init__ takes what Norm's takes"):
                 norm = kind.of_plan(plan, number)
-            check_forward(norm, file)
+            if not isinstance(norm, Norm):
+                raise ConfigError(
+                    f"norm_file={file.path}: of_plan of {kind.__name__} must return a norm, and "
+                    f"returned {described(norm)}"
+                )
+            check_norm(norm, file, tried)
+        norm.is_of_file = True
         return norm
 
     return build
 
 
-def check_forward(norm: Norm, file: NormFile) -> None:
-    """Call a copy of a norm once. Raises ConfigError for what would end in a traceback later."""
+# ---------------------------------------------------------------------------------- is it a norm?
+# Each check is of a mistake that would end in a traceback later, or that nobody would ever see.
+
+
+def check_norm(norm: Norm, file: NormFile, tried: set[int]) -> None:
+    """Call copies of a norm. Raises ConfigError for what it may not do.
+
+    Args:
+        norm: that was made.
+        file: its norm file.
+        tried: channels of the norms of its class whose gain and state were checked before.
+    """
     where = f"norm_file={file.path}: {type(norm).__name__}"
     for name, parameter in norm.named_parameters():
         if parameter.dim() == 0:
@@ -272,29 +309,137 @@ def check_forward(norm: Norm, file: NormFile) -> None:
     h = torch.randn(2, 3, norm.channels)
     if type(h) is not Tensor or h.is_meta:
         return  # shapes alone are asked for
-    probe = copy.deepcopy(norm)
-    what = f"{type(norm).__name__}.forward fails: "
-    with torch.enable_grad(), told_in_a_line(file, what, "it takes (h, inv_rms)"):
-        result = probe(h, inverse_rms(h, norm.eps))
+    with torch.enable_grad():
+        trial = Trial(norm, file, where)
+        y = check_outputs(trial, h)
+        if norm.channels not in tried:
+            check_gain(trial, h, y)
+            check_state(trial, h)
+            tried.add(norm.channels)
+
+
+class Trial:
+    """Copies of a norm, and how they are called. Errors of its code are lines, with the file."""
+
+    def __init__(self, norm: Norm, file: NormFile, where: str):
+        self.norm = norm
+        self.file = file
+        self.where = where  # begins a message
+
+    def copy(self) -> Norm:
+        what = ": a copy fails; forward computes what follows from parameters, not __init__: "
+        with self.told(what):
+            return copy.deepcopy(self.norm)
+
+    def call(self, norm: Norm, h: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what forward returns, of the same random draws each time."""
+        torch.default_generator.manual_seed(0)
+        with self.told(".forward fails: ", "it takes (h, inv_rms)"):
+            return norm(h, inverse_rms(h.detach(), norm.eps))
+
+    def set_step(self, norm: Norm, step: int) -> None:
+        with self.told(".set_step fails: ", "it takes (step, max_iters)"), torch.no_grad():
+            norm.set_step(step, STEPS)
+
+    def told(self, what: str, arguments: str = "") -> contextlib.AbstractContextManager[None]:
+        return told_in_a_line(self.file, f"{type(self.norm).__name__}{what}", arguments)
+
+    def refuse(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.where}{message}")
+
+
+def check_outputs(trial: Trial, h: Tensor) -> Tensor:
+    """Check what forward returns, and which tensors get gradients. Returns y."""
+    norm = trial.copy()
+    given = h.clone().requires_grad_()
+    read = given.clone()  # no leaf, which nothing may change in place
+    result = trial.call(norm, read)
     if not isinstance(result, tuple) or len(result) != 2:
-        raise ConfigError(f"{where}.forward must return two things: (y, inv_rms), or (y, None)")
+        trial.refuse(".forward must return two things: (y, inv_rms), or (y, None)")
     y, inv_rms = result
     if not isinstance(y, Tensor) or (y.shape, y.dtype) != (h.shape, h.dtype):
-        raise ConfigError(
-            f"{where}.forward returns {described(y)} as y for h of {described(h)}: y has the shape "
-            "and type of h"
+        trial.refuse(
+            f".forward returns {described(y)} as y for h of {described(h)}: y has the shape and "
+            "type of h"
         )
     if inv_rms is not None and getattr(inv_rms, "shape", None) != (2, 3, 1):
-        raise ConfigError(
-            f"{where}.forward hands on {described(inv_rms)} for h of {described(h)}: hand on None, "
-            "or a statistic (B, T, 1)"
+        trial.refuse(
+            f".forward hands on {described(inv_rms)} for h of {described(h)}: hand on None, or a "
+            "statistic (B, T, 1)"
         )
-    unused = unused_parameters(probe, [out for out in result if out is not None])
+    if not torch.equal(read, h):
+        trial.refuse(".forward changes h, which others read: compute a new tensor")
+    check_gradients(trial, norm, given, [out for out in result if out is not None])
+    return y.detach()
+
+
+def check_gradients(trial: Trial, norm: Norm, h: Tensor, outputs: list[Tensor]) -> None:
+    """Check that h and every parameter get a gradient, and nothing that training does not know."""
+    if strangers(norm, h, outputs):
+        trial.refuse(
+            ": training does not know a parameter that forward uses: make it in __init__, as an "
+            "attribute, or in a ParameterList"
+        )
+    for name, buffer in norm.named_buffers():
+        if buffer.requires_grad:
+            trial.refuse(f".forward puts a graph into the buffer {name}: detach what it keeps")
+    unused = unused_parameters(norm, outputs)
     if unused:
-        raise ConfigError(
-            f"{where}.forward does not use {', '.join(unused)}, which gets no gradient: use it "
+        trial.refuse(
+            f".forward does not use {', '.join(unused)}, which gets no gradient: use it "
             "(self.affine has the gain and the bias), do not make it (affine=False), or keep it by "
             "taper.keep_in_graph"
+        )
+    y = outputs[0]
+    if not y.requires_grad or torch.autograd.grad(y.sum(), h, allow_unused=True)[0] is None:
+        trial.refuse(".forward sends no gradient to h: do not detach h itself")
+
+
+def check_gain(trial: Trial, h: Tensor, y: Tensor) -> None:
+    """Check that y depends on the gain, however it is stored (offset, depth)."""
+    plain = trial.copy()
+    if plain.weight is None or plain.has_plain_gain:
+        return
+    plain.weight = nn.Parameter(plain.exact_gain.float())
+    plain.gain_offset = 0.0
+    plain.depth = None
+    if not torch.allclose(trial.call(plain, h)[0], y, rtol=1e-3, atol=1e-5):
+        trial.refuse(
+            ".forward uses self.weight where the gain is not the weight itself (norm_gain, depth): "
+            "use self.gain or self.affine"
+        )
+
+
+def check_state(trial: Trial, h: Tensor) -> None:
+    """Check that a resumed run goes on as this one does, and that evaluation changes nothing."""
+    if dist.is_available() and dist.is_initialized():
+        return  # set_step may ask all ranks, and not all of them may be here
+    norm = trial.copy()
+    trial.set_step(norm, 1)
+    trial.call(norm, h)
+    trial.set_step(norm, 2)
+    has_mean = any(isinstance(part, StepMean) for part in norm.modules())
+    if has_mean and type(norm).set_step is Norm.set_step:
+        trial.refuse(": nothing moves its StepMean: set_step(self, step, max_iters) calls update()")
+
+    resumed = trial.copy()
+    resumed.load_state_dict(norm.state_dict())
+    trial.set_step(resumed, 2)
+    if not torch.equal(trial.call(resumed, h)[0], trial.call(norm, h)[0]):
+        trial.refuse(
+            ": a resumed run would not go on alike: what forward or set_step changes must be a "
+            "buffer, or a taper.StepMean"
+        )
+
+    norm.eval()
+    before = [buffer.clone() for buffer in norm.buffers()]
+    first, _ = trial.call(norm, h)
+    torch.default_generator.manual_seed(1)
+    with trial.told(".forward fails: ", "it takes (h, inv_rms)"):
+        second, _ = norm(h, inverse_rms(h, norm.eps))
+    if not torch.equal(first, second) or not all(map(torch.equal, before, norm.buffers())):
+        trial.refuse(
+            ": evaluation draws numbers or changes its state: do both only `if self.training`"
         )
 
 
@@ -312,5 +457,23 @@ def unused_parameters(norm: Norm, outputs: list[Tensor]) -> list[str]:
     if not named or not roots:
         return list(named)
     zeros = [torch.zeros_like(root) for root in roots]
-    found = torch.autograd.grad(roots, list(named.values()), zeros, allow_unused=True)
+    found = torch.autograd.grad(
+        roots, list(named.values()), zeros, allow_unused=True, retain_graph=True
+    )
     return [name for name, gradient in zip(named, found) if gradient is None]
+
+
+def strangers(norm: Norm, h: Tensor, outputs: list[Tensor]) -> bool:
+    """Do the outputs depend on a leaf that is neither a parameter of the norm nor h?"""
+    known = {id(one) for one in (h, *norm.parameters())}
+    left = [out.grad_fn for out in outputs if out.grad_fn is not None]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            return True
+        following = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= following
+        left += following
+    return False

@@ -75,6 +75,7 @@ from norms import (
 from taper import ScaleAnchor, TaperNorm, TaperSchedule
 
 SHOWN = 200  # characters of a plan in a message
+QK_NORMS = ("none", "head", "full")
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class NormConfig:
         None,
         "RMSNorm of queries and of keys; head: over the channels of each head, full: of all heads "
         "(auto: as the norm type, else none)",
-        ("none", "head", "full"),
+        QK_NORMS,
     )
     kernels: str = key(
         "auto", "norms by Triton or plain PyTorch (auto: Triton on a GPU unless compiled)", MODES
@@ -368,6 +369,11 @@ class NormPlan:
         """Raise ConfigError for what the row of a norm file says and no module reads."""
         where = f"norm type {self.config.norm_type}"
         weight = self.type.residual_weight(self.n_layer)
+        if not is_positive(weight):
+            raise ConfigError(
+                f"{where}: its residual_weight returned {weight!r}, no number above 0: correct the "
+                "norm file"
+            )
         is_own_plan = not self.config.norm_plan
         if is_own_plan and weight != 1 and set(REPLACING).isdisjoint(self.letters):
             raise ConfigError(
@@ -375,8 +381,13 @@ class NormPlan:
                 f"({' and '.join(REPLACING)}), and its plan {self} has none: leave it out, or "
                 "train more blocks"
             )
-        parts = self.config.recipe.init_factors(self.n_layer).keys()
-        if unknown := sorted(parts - set(INIT_PARTS)):
+        factors = self.config.recipe.init_factors(self.n_layer)
+        if not isinstance(factors, dict) or not all(map(is_positive, factors.values())):
+            raise ConfigError(
+                f"{where}: its init_factors returned {factors!r}, no dict of parts and numbers "
+                "above 0: correct the norm file"
+            )
+        if unknown := sorted(factors.keys() - set(INIT_PARTS)):
             raise ConfigError(
                 f"{where}: its init_factors name {', '.join(unknown)}, and the parts of a block "
                 f"are {', '.join(INIT_PARTS)}: correct the norm file"
@@ -392,7 +403,7 @@ class NormPlan:
             return
         found = f"; not so: {', '.join(wrong)}" if wrong else f"; found {len(letters)}"
         if wrong and self.type.source:
-            found += f" (the row's {field} says which may stand there)"
+            found += f" ({field} of its row in TYPES says which may stand there)"
         raise ConfigError(
             f"norm_plan {self.text[:SHOWN]!r}: {self.n_layer} blocks of norm_type="
             f"{self.config.norm_type} need {count} letters{what}, each one of {allowed}{found}"
@@ -551,6 +562,8 @@ class NormPlan:
             said.append(f"gains in pairs, -+ {config.paired_gains:g}")
         if recipe.has_bias and not self.bias:
             said.append("biases in norms")
+        if self.letters[-1] == NONE and set(self.letters) != {NONE}:
+            said.append("no norm before the head")
         if set(self.outputs) != {NONE}:
             said.append(f"eps {config.output_eps:g} in output norms")
         if config.decays_gains:
@@ -564,6 +577,11 @@ class NormPlan:
                 if not math.isclose(factor, 1):
                     said.append(f"initial {part} {factor:.4g} times the common")
         return said
+
+
+def is_positive(value: object) -> bool:
+    """Is it a finite number above 0?"""
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _in_pairs(letters: str) -> str:

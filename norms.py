@@ -65,18 +65,21 @@ class Norm(nn.Module):
         forward(h, inv_rms) -> (y, inv_rms)
 
     h is the stream (B, T, C), as in the head of this file. inv_rms is what the norm before handed
-    on: hand on None, or a statistic (B, T, 1) of its own. y has the type of h. These names are
-    stable; whatever else is here may change.
+    on, None for most: hand on None, or a statistic (B, T, 1) of its own. y has the type of h. These
+    names are stable; whatever else is here may change.
 
         self.affine(y, dtype)     gain and bias in the precision of y, rounded once to `dtype`
         self.eps, self.channels   as given; self.training as in every module
-        self.weight, self.gain, self.bias
-                                  (C,) or None (norm_gain=none); the gain is the weight itself, or
+        self.weight, self.gain    (C,) or None (norm_gain=none); the gain is the weight itself, or
                                   (offset + weight) / sqrt(depth)
+        self.bias                 (C,), or None unless `of_plan` gives bias=plan.has_bias
         set_step(step, max_iters) called before each training step, on every rank; here a norm
-                                  moves its schedules and statistics
+                                  moves its schedules and statistics. It returns nothing, or a list
+                                  of Handover
         gains()                   parameters that a recipe with decay_gains decays
-        of_plan(plan, number)     how a norm is made, where it takes more than the arguments below
+        of_plan(plan, number)     how a norm is made, where it takes more than the arguments below.
+                                  Letters have numbers: 0 to 2L the inputs, then the 2L outputs,
+                                  then the embeddings. eps, initial and offset come from the keys
         letter                    its letter in norm plans; "" for one of its name
         log_drift, calibrate, folded_form
                                   for a norm that shares a statistic, has a free scalar, or folds
@@ -88,9 +91,11 @@ class Norm(nn.Module):
     DDP waits for its gradient. A layout is a norm_types.NormType. At P and B of a plan the norm is
     RMSNorm or LayerNorm, never one of a file.
 
-    Rules: A learned scalar is (1,), because FSDP refuses (). What __init__ draws is the same for
-    every seed; linears are drawn anew from the seed, as those of the model are. forward must be one
-    graph for torch.compile: no branch on values of a tensor, no .item().
+    Rules: What forward or set_step changes is a buffer, or a StepMean: a resume loses the rest. In
+    evaluation nothing changes and nothing is drawn. A learned scalar is (1,), because FSDP refuses
+    (). What __init__ draws is the same for every seed; linears are drawn anew from the seed, as
+    those of the model are. forward must be one graph for torch.compile: no branch on values of a
+    tensor, no .item().
 
     Args:
         channels: C.
@@ -104,6 +109,7 @@ class Norm(nn.Module):
 
     centers = False  # does it subtract the mean over channels?
     letter = ""
+    is_of_file = False  # made by norm_files.py: then h is (B, T, C) in compiled models, too
 
     def __init__(
         self,
@@ -185,12 +191,12 @@ class Norm(nn.Module):
 
     # What training asks of a norm between steps
 
-    def set_step(self, step: int, max_iters: int) -> list[Handover]:
+    def set_step(self, step: int, max_iters: int) -> list[Handover] | None:
         """Prepare for training step `step` (from 1), on every rank: schedules and statistics move.
 
-        Returns the parameters that have changed their roles.
+        Returns the parameters that have changed their roles, if any.
         """
-        return []
+        return None
 
     def expect(self, attention: nn.Module, tokens: int) -> None:
         """Prepare for what `attention` adds to the stream of so many tokens a sequence."""
@@ -474,19 +480,22 @@ class Place(nn.Module):
         h = residual_weight x + output(delta)    the sum (B, T, C)
         y = norm(h)
 
-    The next sublayer reads y, and h is the stream from here on. If the norm `replaces` the stream,
-    that is y, and the next sublayer reads y, or reader(y) if there is a reader. In most plans
+    The next sublayer reads y, and h is the stream from here on. With `replaces` that stream is y,
+    and the next sublayer reads y, or reader(y) if there is a reader. In most plans
     h = x + delta. This class (and model.FoldedBlock) decides which function of kernels/ does what:
 
         output      norm        function that adds
-        none        RMSNorm     add_rms_norm, sum and norm at once
-        none        shared      add_shared_rms_scale, sum and norm at once
         RMSNorm     RMSNorm     norm_add_norm, all three at once
         RMSNorm     another     add_normed, output norm and sum; then the norm
-        any other pair          add_then: the sum, then the norm
-        with a residual_weight  torch.add, then the norm
+        other, none RMSNorm     the output norm; add_rms_norm, sum and norm at once
+        other, none shared      the output norm; add_shared_rms_scale, sum and norm at once
+        other, none another     the output norm; add_then, the sum and then the norm
+        with a residual_weight  the output norm; torch.add; then the norm
+        delta is None           the norm alone: nothing is added before the first one
 
-    An anchor has to see h, so with one the norm comes after the sum, too.
+    At norm_add_norm and add_normed, RMSNorm has one statistic and no bias (is_plain_rms). A shared
+    norm with coupled_grad=full is "another". An anchor has to see h, so with one the norm always
+    comes after the sum.
 
     Args:
         norm: of the sum h.
@@ -591,12 +600,16 @@ class Place(nn.Module):
             return add_rms_norm(
                 x, delta, norm.gain, norm.eps, norm.bias, norm.groups, norm.counted, norm.kernels
             )
-        # It has no gradient of the statistic.
+        # That kernel sends no gradient into the statistic.
         if self.anchor is None and type(norm) is SharedRMSNorm and norm.detach:
             y, h = add_shared_rms_scale(x, delta, norm.scale(inv_rms), norm.gain, norm.kernels)
             return y, h, inv_rms
+        if norm.is_of_file:
+            h = add_residual(x, delta)
+            y, inv_rms = self._normalize(h, inv_rms)
+            return y, h, inv_rms
         # A function of kernels/ adds here too, because a compiled model moves fewer bytes if it
-        # adds rows (B T, C).
+        # adds rows (B T, C), and norms of the house take rows.
         return add_then(self._normalize, x, delta, inv_rms)
 
     def _normalize(self, h: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -608,10 +621,10 @@ class Place(nn.Module):
     def _normed(self, delta: Tensor) -> Tensor:
         """Return output(delta)."""
         if is_plain_rms(self.output):
-            # A norm returns the type that it reads. So this result is rounded with the sum alone,
-            # as in the functions that normalise and add (_add_normed).
+            # A norm returns the type that it reads. In float32 it is rounded only once, with the
+            # sum, as in the functions that normalise and add (_add_normed).
             delta = delta.to(statistics_dtype(delta))
-        y, _ = self.output(delta)
+        y, _ = self.output(delta, None)
         return y
 
     def _weighted(self, x: Tensor, delta: Tensor) -> Tensor:
@@ -638,7 +651,7 @@ class Place(nn.Module):
         handovers = []
         for norm in (self.output, self.norm, self.reader):
             if norm is not None:
-                handovers += norm.set_step(step, max_iters)
+                handovers += norm.set_step(step, max_iters) or []
         return handovers
 
     def aux_loss(self) -> Tensor | float:

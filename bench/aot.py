@@ -54,7 +54,7 @@ from kernels import binding, rows
 from kernels.decode.overlap import overlapping
 from kernels.decode.triton_launches import FUSED
 from kernels.operands import Inputs, Outputs, Settings
-from kernels.reference import GATED, KINDS
+from kernels.reference import ACTIVATIONS, GATED
 from load import load_model
 from norm_types import SHARED
 
@@ -127,7 +127,7 @@ def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Case]
     wide = meta(ROWS, 2 * channels, dtype=dtype)  # a gated MLP's two halves
     w = meta(channels)
     s = meta(ROWS, 1)  # a statistic of each row
-    found = {kind: Case(Inputs(x, given=s, b=w), Settings(kind)) for kind in KINDS}
+    found = {kind: Case(Inputs(x, given=s, b=w), Settings(kind)) for kind in ACTIVATIONS}
     for kind in GATED:
         found[kind] = Case(Inputs(wide, given=s, b=meta(2 * channels)), Settings(kind))
     rms = Settings("rms")
@@ -188,7 +188,7 @@ def operators(channels: int, all_variants: bool) -> Iterator[tuple[str, str, Cal
     for name in ("rms_norm", "shared_rms_scale"):
         yield name, ", frozen", partial(both_passes, common[name], frozen=True)
     for name, case in common.items():
-        if name not in KINDS:
+        if name not in ACTIVATIONS:
             bare = case.changed(w=None, b=None, w_out=None, w_tilde=None)
             yield name, ", no gain", partial(both_passes, bare)
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from . import reference
 from .operands import Inputs, Outputs, Settings
-from .reference import KINDS
+from .reference import ACTIVATIONS
 
 if __package__ == "kernels":  # a clone
     from common.errors import UserError
@@ -324,8 +324,8 @@ def scaled_activation(
     Returns:
         (..., F) in the type of z.
     """
-    if kind not in KINDS:
-        raise UserError(f"activation {kind!r}: it is one of {', '.join(KINDS)}")
+    if kind not in ACTIVATIONS:
+        raise UserError(f"activation {kind!r}: it is one of {', '.join(ACTIVATIONS)}")
     return apply(Inputs(z, given=inv_rms, b=b), Settings(kind), mode).y
 
 

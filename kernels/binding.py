@@ -1,6 +1,6 @@
 """Bind the Triton kernels to PyTorch: all norms and activations have their gradients here.
 
-There are two ways in, which save and compute the same:
+kernels.apply calls one of two, which save and compute the same:
 
     Fused             eager mode: a torch.autograd.Function, which costs the fewest microseconds
     nanonorm::fused   torch.compile: an operator, one step of the graph, because torch.compile
@@ -8,7 +8,7 @@ There are two ways in, which save and compute the same:
 
 operands.py says what a statistic, `given`, gains, and dy, dh and ds are.
 
-For backward is saved what is in memory anyway: the norm's input, which is the residual stream, and
+Backward keeps what is in memory anyway: the norm's input, which is the residual stream, and
 the gains. Beside it the statistics, some numbers for each row. The normalised tensor is not saved:
 it is the input times the statistic. Second derivatives are those of kernels/reference.py.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import activation, reference, row_norm, rows
 from .operands import Gradients, Inputs, Outputs, Saved, Settings, Upstream
-from .reference import KINDS
+from .reference import ACTIVATIONS
 
 # Was TRITON_INTERPRET=1 when Triton was imported? Then kernels run on a CPU, in its interpreter.
 INTERPRETED = not isinstance(row_norm.forward_kernel, triton.JITFunction)
@@ -33,7 +33,7 @@ Backward = Callable[[Upstream, Saved, Settings, bool], Gradients]
 
 def _launchers(settings: Settings) -> ModuleType:
     """Return the module whose `forward` and `backward` launch the kernels of an operator."""
-    return activation if settings.kind in KINDS else row_norm
+    return activation if settings.kind in ACTIVATIONS else row_norm
 
 
 def _save(ctx, inputs: Inputs, settings: Settings, outputs: Outputs) -> None:
@@ -80,7 +80,7 @@ def _gradients(ctx, of_outputs: Outputs, launch: Backward) -> Inputs:
     saved = Saved(*ctx.saved_tensors)
     settings = ctx.settings
     upstream = Upstream(dy=of_outputs.y, dh=of_outputs.h, ds=of_outputs.inv)
-    # In backward, gradients are recorded if it was called with create_graph=True, and not else.
+    # In backward, gradients are recorded only if it was called with create_graph=True.
     is_differentiated_again = torch.is_grad_enabled()
     has_ds_alone = upstream.dy is None and upstream.ds is not None
     if is_differentiated_again or has_ds_alone:
@@ -88,7 +88,7 @@ def _gradients(ctx, of_outputs: Outputs, launch: Backward) -> Inputs:
         found = _by_reference(upstream, saved, settings)
     else:
         wanted = Inputs(*ctx.needs_input_grad[: len(Inputs._fields)])
-        # One answer for all gains: a kernel computes the gradients of all or of none.
+        # A kernel computes the gradients of all gains or of none, so one answer is enough.
         wants_gains = wanted.w or wanted.b or wanted.w_out or wanted.w_tilde
         found = _by_kernels(upstream, saved, settings, wants_gains, launch)
     da = found.a
@@ -157,7 +157,7 @@ def _by_reference(upstream: Upstream, saved: Saved, settings: Settings) -> Gradi
     h = saved.x
     inputs = Inputs(
         x=h,
-        given=saved.inv,  # read where it was given; other norms compute their own once more
+        given=saved.inv,  # a shared norm reads it; the others compute their own once more
         w=saved.w,
         b=saved.b,
         w_tilde=saved.w_tilde,
@@ -242,7 +242,7 @@ def _filled(tensors: Iterable[Tensor | None], x: Tensor) -> list[Tensor]:
 def _unfilled(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Undo _filled: put None in the place of each empty tensor; what is None already stays so.
 
-    Gradients of empty outputs come in as either.
+    The gradient of an empty output may come in as None or as an empty tensor.
     """
     return [None if tensor is None or tensor.shape == (0,) else tensor for tensor in tensors]
 

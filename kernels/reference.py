@@ -309,7 +309,7 @@ def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:
 # For these z is (..., 2 F), first the gate, then the up projection, and the result (..., F).
 # Shazeer 2020: swiglu is silu(gate) * up. geglu is gelu_tanh(gate) * up, as in Gemma.
 GATED = ("swiglu", "geglu")
-KINDS = ("gelu", "gelu_tanh", "relu2", *GATED)
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", *GATED)
 
 
 def activate(z: Tensor, kind: str) -> Tensor:

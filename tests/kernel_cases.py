@@ -8,7 +8,7 @@ from helpers import draw
 
 import kernels
 from kernels import binding
-from kernels.reference import GATED, KINDS, statistics_dtype
+from kernels.reference import ACTIVATIONS, GATED, statistics_dtype
 
 ON_GPU = torch.cuda.is_available() and not binding.INTERPRETED
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -169,7 +169,7 @@ OPERATORS = {
         lambda t, kind=kind: (kernels.scaled_activation(t.x, t.s, t.b, kind, mode="triton"),),
         lambda t, kind=kind: exact_activation(t, kind),
     )
-    for kind in KINDS
+    for kind in ACTIVATIONS
 }
 
 

@@ -352,7 +352,7 @@ NOT_A_NORM = {
     ),
     "output norms that the row lacks": (
         "class A(Norm): pass\nTYPES = {'A': NormType(lambda *_: 'AAA | RR', 'A')}\n",
-        "of the outputs, each one of I; not so: R (the row's outputs says",
+        "of the outputs, each one of I; not so: R (outputs of its row in TYPES says",
     ),
     "factors without a function": (
         "class A(Norm): pass\n"
@@ -368,6 +368,57 @@ NOT_A_NORM = {
     "keys as text": (
         "class A(Norm): pass\nTYPES = {'A': NormType(uniform('A'), 'A', keys='post_base')}\n",
         "its keys must be a tuple",
+    ),
+    "letters in a tuple": (
+        "class A(Norm): pass\nTYPES = {'A': NormType(uniform('A'), ('A', 'R'))}\n",
+        "its allowed_letters must be letters in one text",
+    ),
+    "no outputs": (
+        "class A(Norm): pass\nTYPES = {'A': NormType(uniform('A'), 'A', outputs=None)}\n",
+        "its outputs must be letters in one text",
+    ),
+    "a kind of gain as text": (
+        "class A(Norm): pass\nTYPES = {'A': NormType(uniform('A'), 'A', gain_kinds=('plain'))}\n",
+        "its gain_kinds must be a tuple of plain",
+    ),
+    "QK-norms that are not": (
+        "class A(Norm): pass\nTYPES = {'A': NormType(uniform('A'), 'A', qk_norm='heads')}\n",
+        "its qk_norm must be one of none, head, full",
+    ),
+    "an alpha as a number": (
+        "class A(Norm): pass\n"
+        "TYPES = {'A': NormType(uniform('D'), 'D', recipe=Recipe(point_alpha=0.5))}\n",
+        "and its point_alpha one of the channels",
+    ),
+    "no weight": (
+        "class A(Norm): pass\n"
+        "TYPES = {'A': NormType(post_letters, 'IP', residual_weight=lambda n: None)}\n",
+        "its residual_weight returned None, no number above 0",
+    ),
+    "a negative weight": (
+        "class A(Norm): pass\n"
+        "TYPES = {'A': NormType(post_letters, 'IP', residual_weight=lambda n: -n)}\n",
+        "its residual_weight returned -1, no number above 0",
+    ),
+    "no factors": (
+        "class A(Norm): pass\n"
+        "TYPES = {'A': NormType(uniform('A'), 'A', recipe=Recipe(lambda n: None))}\n",
+        "its init_factors returned None, no dict",
+    ),
+    "of_plan without return": (
+        "class A(Norm):\n    @classmethod\n    def of_plan(cls, plan, number): pass\n",
+        "of_plan of A must return a norm, and returned a NoneType",
+    ),
+    "a name that is taken": (
+        "class A(RMSNorm):\n    def __init__(self, *args, **keys):\n"
+        "        super().__init__(*args, **keys)\n"
+        "        self.gain = torch.nn.Parameter(torch.ones(3))\n",
+        "attribute 'gain' already exists\": correct the norm file",
+    ),
+    "computed from a parameter": (
+        "class A(RMSNorm):\n    def __init__(self, *args, **keys):\n"
+        "        super().__init__(*args, **keys)\n        self.twice = 2 * self.weight\n",
+        "A: a copy fails; forward computes",
     ),
     "an output norm that needs a sum": (
         "class A(Norm): pass\nTYPES = {'A': NormType(lambda *_: 'AAA|Ds', 'A', outputs='Ds')}\n",
@@ -393,6 +444,155 @@ NOT_A_NORM = {
         "scale has the shape (): make it (1,)",
     ),
 }
+
+
+STATE = """
+import torch
+from norms import Norm
+from taper import StepMean
+
+
+class A(Norm):
+    def __init__(self, *args, **keys):
+        super().__init__(*args, **keys)
+        self.register_buffer("seen", torch.zeros(1))
+        self.size = 0.0
+        {init}
+
+    def forward(self, h, inv_rms=None):
+        size = h.abs().mean(-1, keepdim=True) + self.eps
+        y = h / size
+        {forward}
+        return self.affine(y, h.dtype), None
+
+    {method}
+"""
+COUNTS = "def set_step(self, step, max_iters): self.steps.update()"
+# what -> statement of __init__, statement of forward, method, message or None
+TRAPS = {
+    "nothing": ("", "", "", None),
+    "in place": ("", "h.mul_(2)", "", "changes h, which others read"),
+    "detached": ("", "y = y.detach()", "", "sends no gradient to h"),
+    "a list of parameters": (
+        "self.own = [torch.nn.Parameter(torch.ones(1))]",
+        "y = y * self.own[0]",
+        "",
+        "training does not know a parameter",
+    ),
+    "the weight for the gain": ("", "return y * self.weight, None", "", "uses self.weight where"),
+    "a number": (
+        "",
+        "self.size = 0.9 * self.size + float(size.mean()); y = y / (1 + self.size)",
+        "",
+        "a resumed run would not go on alike",
+    ),
+    "a tensor": (
+        "self.last = torch.ones(1)",
+        "y = y * self.last; self.last = size.detach().mean()",
+        "",
+        "a resumed run would not go on alike",
+    ),
+    "a buffer": (
+        "",
+        "if self.training: self.seen += size.detach().mean()\n        y = y / (1 + self.seen)",
+        "",
+        None,
+    ),
+    "a number that nothing reads": ("", "self.size = float(size.mean())", "", None),
+    "a buffer with a graph": (
+        "",
+        "self.seen = self.seen + size.mean()",
+        "",
+        "puts a graph into the buffer seen",
+    ),
+    "a buffer in evaluation": (
+        "",
+        "self.seen += size.detach().mean()",
+        "",
+        "evaluation draws numbers or changes its state",
+    ),
+    "draws in evaluation": (
+        "",
+        "y = y + 0.1 * torch.randn_like(y)",
+        "",
+        "evaluation draws numbers or changes its state",
+    ),
+    "draws in training": ("", "y = y + 0.1 * self.training * torch.randn_like(y)", "", None),
+    "a mean that runs": (
+        "self.steps = StepMean(1)",
+        "if self.training: self.steps.add(size.detach().flatten(0, -2))\n"
+        "        y = y / (1 + self.steps.value())",
+        COUNTS,
+        None,
+    ),
+    "a mean of evaluations": (
+        "self.steps = StepMean(1)",
+        "self.steps.add(size.detach().flatten(0, -2))",
+        COUNTS,
+        "evaluation draws numbers or changes its state",
+    ),
+    "a mean that stands": (
+        "self.steps = StepMean(1)",
+        "if self.training: self.steps.add(size.detach().flatten(0, -2))",
+        COUNTS.replace("set_step", "setstep"),
+        "nothing moves its StepMean",
+    ),
+    "set_step of one": (
+        "",
+        "",
+        "def set_step(self, step): pass",
+        ".set_step fails: TypeError: A.set_step() takes 2 positional arguments but 3 were given: "
+        "it takes (step, max_iters)",
+    ),
+    "an own set_step": ("", "", "def set_step(self, step, max_iters): pass", None),
+    "inv_rms without a default": (
+        "",
+        "",
+        "forward_2 = forward\n    def forward(self, h, inv_rms): return self.forward_2(h, inv_rms)",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TRAPS)
+def test_what_nobody_would_see(registry, tmp_path, what):
+    """State, gradients and gains of a norm, at all inputs, outputs and the embeddings."""
+    init, forward, method, message = TRAPS[what]
+    path = tmp_path / "trap.py"
+    path.write_text(STATE.format(init=init, forward=forward, method=method))
+    norm_files.add_norms(read_norm_file(str(path)))
+    config = GPTConfig(norm_type="A", norm_plan="AAA|AA|A", norm_gain="one_plus", **SHAPE)
+    if message:
+        with pytest.raises(UserError, match=re.escape(message)):
+            GPT(config)
+        return
+    model = GPT(config)
+    ids = torch.randint(64, (2, 8))
+    model.set_step(1, 10)
+    loss, _ = model(ids, ids)
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("output", [None, "A"])
+def test_a_compiled_norm_reads_what_it_was_promised(registry, tmp_path, output):
+    """(B, T, C), also where delta has another type: norms of the house read rows there."""
+    path = tmp_path / "shape.py"
+    path.write_text(
+        "from norms import Norm\n"
+        "class A(Norm):\n"
+        "    def forward(self, h, inv_rms=None):\n"
+        "        B, T, C = h.shape\n"
+        "        size = h.float().abs().mean((1, 2), keepdim=True) + self.eps\n"
+        "        return self.affine(h / size, h.dtype), None\n"
+    )
+    norm_files.add_norms(read_norm_file(str(path)))
+    plan = "AAA|AA" if output else "AAA"
+    model = GPT(GPTConfig(norm_type="A", norm_plan=plan, **SHAPE))
+    place = model.blocks[0].norm2
+    x, delta = torch.randn(2, 8, 16), torch.randn(2, 8, 16).bfloat16()
+    compiled = torch.compile(place, backend="eager")
+    for mine, exact in zip(compiled(x, delta)[:2], place(x, delta)[:2], strict=True):
+        assert torch.equal(mine, exact)
 
 
 def test_a_plan_by_hand_goes_before_the_weight_of_a_row(registry, tmp_path):

@@ -22,7 +22,7 @@ from kernels.decode import project as decode_project
 from kernels.decode import reference as decode_reference
 from kernels.decode import triton_launches as decode_triton
 from kernels.decode.reference import RawHeads, Reach
-from kernels.reference import GATED, KINDS
+from kernels.reference import ACTIVATIONS, GATED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if not binding.INTERPRETED and DEVICE.type == "cpu":
@@ -64,7 +64,7 @@ def poisoned(monkeypatch):
 PRODUCTS = [
     (n_rows, sizes, kind)
     for i, n_rows in enumerate((1, 3, 20))
-    for j, kind in enumerate(("", *KINDS))
+    for j, kind in enumerate(("", *ACTIVATIONS))
     for sizes in ((24, 40), ((7, 300), (33, 256))[(i + j) % 2])
 ]
 
@@ -88,7 +88,7 @@ def test_products(n_rows, sizes, kind):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("kind", ("", *KINDS))
+@pytest.mark.parametrize("kind", ("", *ACTIVATIONS))
 def test_epilogues_of_library_products(kind, dtype):
     """Wider than a program's columns, and a row of x longer than it sums at a time."""
     F, C = rows.NARROW + 30, rows.NARROW + 70

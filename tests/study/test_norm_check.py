@@ -44,7 +44,8 @@ class {name}(Norm):
         return self.affine(wide / size, h.dtype), None
 """
 MEAN = "wide.abs().mean(-1, keepdim=True) + self.eps"
-# A statistic that runs over steps, in attributes: a checkpoint has none of them.
+# A statistic that runs over steps, in attributes: a checkpoint has none of them. It begins when the
+# norm has been made and tried (norm_files.py).
 FORGETS = """
 class Forgets(Norm):
     known = None
@@ -58,7 +59,7 @@ class Forgets(Norm):
         return self.affine(wide / size, h.dtype), None
 
     def set_step(self, step, max_iters):
-        if hasattr(self, "last"):
+        if hasattr(self, "last") and step > 2:
             self.known = self.last if self.known is None else 0.9 * self.known + 0.1 * self.last
         return []
 """
@@ -100,11 +101,16 @@ class Unfrozen(Norm):
     def __init__(self, *args, **keys):
         super().__init__(*args, **keys)
         self.register_buffer("size", torch.ones(1))
+        self.begins = False
+
+    def set_step(self, step, max_iters):
+        self.begins = step > 2
 
     def forward(self, h, inv_rms=None):
         wide = h.to(statistics_dtype(h))
-        with torch.no_grad():
-            self.size += 0.1 * (wide.abs().mean() - self.size)
+        if self.begins:
+            with torch.no_grad():
+                self.size += 0.1 * (wide.abs().mean() - self.size)
         return self.affine(wide / (self.size + self.eps), h.dtype), None
 """
 WRONG_BACKWARD = """
