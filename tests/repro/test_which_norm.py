@@ -24,7 +24,6 @@ from repro import which_norm
 from repro.which_norm import CONDITIONS, MARKERS, Curve, Difference, put
 
 KEPT = ROOT / "results/cpu/which_norm"
-SPAN_0 = "coupled --coupled_span=0 --coupled_calibrate=10"
 PAGES = (KEPT / "README.md", ROOT / "docs/which_norm.md")
 # The texts of the plan that the runs were made under (repro/which_norm.toml says why)
 PLANS = {"b5f3fe1e0e4233f1", "911042c2528e5de6", "5a28a67e818937ff"}
@@ -89,10 +88,17 @@ def test_the_study_that_is_not_on_the_card_is_that_of_a_second_implementation():
     assert found["wide, the rate of rms", "one-rms"] == (8, "-0.0240", "better")
 
 
-def test_the_judged_leads_have_the_rate_that_the_selection_seeds_chose():
-    arms = anew.by_words(("leads/verdict-W",), range(720, 736))
-    rates = {run["learning_rate"] for run in arms[SPAN_0].values()}
-    assert rates == {anew.chosen_rate("leads/rates-W", SPAN_0)}
+def test_the_leads_have_the_rates_that_the_selection_seeds_chose():
+    """Those of the page; and those of the judged runs."""
+    rows, *_ = tables(ROOT / "results/cpu/leads/README.md")
+    chosen = {(shape, arm): float(rate) for shape, arm, *_, rate in rows}
+    assert len(chosen) == 4
+    for (shape, arm), rate in chosen.items():
+        assert rate == anew.chosen_rate(f"leads/rates-{shape}", arm)
+    for shape in "WD":
+        arms = anew.by_words((f"leads/verdict-{shape}",), range(720, 736))
+        for words in arms.keys() - {"rms"}:
+            assert {run["learning_rate"] for run in arms[words].values()} == {chosen[shape, words]}
 
 
 def test_every_rate_is_the_one_that_the_study_was_run_with():
