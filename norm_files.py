@@ -367,6 +367,8 @@ def check_outputs(trial: Trial, h: Tensor) -> Tensor:
             f".forward hands on {described(inv_rms)} for h of {described(h)}: hand on None, or a "
             "statistic (B, T, 1)"
         )
+    if not y.isfinite().all():
+        trial.refuse(".forward returns what is not finite for an h that is: correct the norm file")
     if not torch.equal(read, h):
         trial.refuse(".forward changes h, which others read: compute a new tensor")
     check_gradients(trial, norm, given, [out for out in result if out is not None])

@@ -471,6 +471,7 @@ COUNTS = "def set_step(self, step, max_iters): self.steps.update()"
 # what -> statement of __init__, statement of forward, method, message or None
 TRAPS = {
     "nothing": ("", "", "", None),
+    "no number": ("", "y = y.sqrt()", "", "returns what is not finite"),
     "in place": ("", "h.mul_(2)", "", "changes h, which others read"),
     "detached": ("", "y = y.detach()", "", "sends no gradient to h"),
     "a list of parameters": (
