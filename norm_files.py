@@ -269,7 +269,6 @@ def check_row(
 
 def builder(kind: type[Norm], file: NormFile) -> Callable[[NormPlan, int], Norm]:
     """Return the function of plan and position that makes a norm, as NORMS has them."""
-    tried: set[int] = set()
 
     def build(plan: NormPlan, number: int) -> Norm:
         # What a norm draws is the same on every rank and in every run: nothing else seeds it.
@@ -283,7 +282,7 @@ def builder(kind: type[Norm], file: NormFile) -> Callable[[NormPlan, int], Norm]
                     f"norm_file={file.path}: of_plan of {kind.__name__} must return a norm, and "
                     f"returned {described(norm)}"
                 )
-            check_norm(norm, file, tried)
+            check_norm(norm, file)
         norm.is_of_file = True
         return norm
 
@@ -294,46 +293,36 @@ def builder(kind: type[Norm], file: NormFile) -> Callable[[NormPlan, int], Norm]
 # Each check is of a mistake that would end in a traceback later, or that nobody would ever see.
 
 
-def check_norm(norm: Norm, file: NormFile, tried: set[int]) -> None:
-    """Call copies of a norm. Raises ConfigError for what it may not do.
-
-    Args:
-        norm: that was made.
-        file: its norm file.
-        tried: channels of the norms of its class whose gain and state were checked before.
-    """
-    where = f"norm_file={file.path}: {type(norm).__name__}"
+def check_norm(norm: Norm, file: NormFile) -> None:
+    """Call copies of a norm. Raises ConfigError for what it may not do."""
+    trial = Trial(norm, file)
     for name, parameter in norm.named_parameters():
         if parameter.dim() == 0:
-            raise ConfigError(f"{where}: {name} has the shape (): make it (1,), as FSDP asks")
+            trial.refuse(f": {name} has the shape (): make it (1,), as FSDP asks")
     h = torch.randn(2, 3, norm.channels)
     if type(h) is not Tensor or h.is_meta:
         return  # shapes alone are asked for
     with torch.enable_grad():
-        trial = Trial(norm, file, where)
         y = check_outputs(trial, h)
-        if norm.channels not in tried:
-            check_gain(trial, h, y)
-            check_state(trial, h)
-            tried.add(norm.channels)
+        check_gain(trial, h, y)
+        check_state(trial, h)
 
 
 class Trial:
     """Copies of a norm, and how they are called. Errors of its code are lines, with the file."""
 
-    def __init__(self, norm: Norm, file: NormFile, where: str):
+    def __init__(self, norm: Norm, file: NormFile):
         self.norm = norm
         self.file = file
-        self.where = where  # begins a message
 
     def copy(self) -> Norm:
         what = ": a copy fails; forward computes what follows from parameters, not __init__: "
         with self.told(what):
             return copy.deepcopy(self.norm)
 
-    def call(self, norm: Norm, h: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what forward returns, of the same random draws each time."""
-        torch.default_generator.manual_seed(0)
+    def call(self, norm: Norm, h: Tensor, seed: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Return what forward returns, of the random draws of a seed."""
+        torch.default_generator.manual_seed(seed)
         with self.told(".forward fails: ", "it takes (h, inv_rms)"):
             return norm(h, inverse_rms(h.detach(), norm.eps))
 
@@ -345,7 +334,7 @@ class Trial:
         return told_in_a_line(self.file, f"{type(self.norm).__name__}{what}", arguments)
 
     def refuse(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.where}{message}")
+        raise ConfigError(f"norm_file={self.file.path}: {type(self.norm).__name__}{message}")
 
 
 def check_outputs(trial: Trial, h: Tensor) -> Tensor:
@@ -436,9 +425,7 @@ def check_state(trial: Trial, h: Tensor) -> None:
     norm.eval()
     before = [buffer.clone() for buffer in norm.buffers()]
     first, _ = trial.call(norm, h)
-    torch.default_generator.manual_seed(1)
-    with trial.told(".forward fails: ", "it takes (h, inv_rms)"):
-        second, _ = norm(h, inverse_rms(h, norm.eps))
+    second, _ = trial.call(norm, h, seed=1)
     if not torch.equal(first, second) or not all(map(torch.equal, before, norm.buffers())):
         trial.refuse(
             ": evaluation draws numbers or changes its state: do both only `if self.training`"

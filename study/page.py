@@ -122,8 +122,8 @@ def start_of(outcome: Outcome, judged: JudgedArm) -> str:
     low, high = min(start.ratio for start in found), max(start.ratio for start in found)
     text = f"{low:.2f} to {high:.2f} times the baseline's scale, where both have a norm"
     has_matched = any(other.matches == judged.text for other in outcome.record.arms)
-    if may_be_matched(judged) and not has_matched:
-        text = "; ".join(filter(None, [text, why_unmatched(found)]))
+    if may_be_matched(judged) and not has_matched and (why := why_unmatched(found)):
+        text += f"; {why}"
     is_first = outcome.chosen[label(judged)] == judged.options[0]
     return text if is_first else f"{text}, with {judged.options[0].text}"
 

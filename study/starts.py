@@ -49,7 +49,7 @@ class Start(NamedTuple):
     @property
     def is_matched(self) -> bool:
         """Is it the baseline's scale?"""
-        return LEAST <= self.ratio <= MOST
+        return is_near(self.ratio)
 
     @property
     def is_input(self) -> bool:
@@ -80,7 +80,7 @@ def matched_gain(found: list[Start], config: TrainConfig) -> float | None:
     if not inputs or isinstance(config.initial_gain, tuple) or not config.has_gain:
         return None
     ratio = median_ratio(inputs)
-    if LEAST <= ratio <= MOST or not (config.initial_gain > 0 and 0 < ratio < math.inf):
+    if is_near(ratio) or not (config.initial_gain > 0 and 0 < ratio < math.inf):
         return None
     # In logarithms, where a scale-invariant norm is a line of slope 1: a secant finds the zero.
     last, size = math.log(config.initial_gain), math.log(ratio)
@@ -90,7 +90,7 @@ def matched_gain(found: list[Start], config: TrainConfig) -> float | None:
         rms = output_rms(dataclasses.replace(config, initial_gain=math.exp(gain)))
         moved = [start._replace(rms=rms[start.place]) for start in inputs]
         ratio = median_ratio(moved)
-        if LEAST <= ratio <= MOST:
+        if is_near(ratio):
             return math.exp(gain) if n_matched(moved) >= n_matched(inputs) else None
         if not 0 < ratio < math.inf:
             break
@@ -119,9 +119,14 @@ def why_unmatched(found: list[Start]) -> str:
     inputs = [start for start in found if start.is_input]
     if all(start.is_matched for start in inputs):
         return ""
-    if LEAST <= median_ratio(inputs) <= MOST:
+    if is_near(median_ratio(inputs)):
         return "not matched: most places start at the baseline's scale, and one gain moves them all"
     return "not matched: no one initial_gain brings them to the baseline's scale"
+
+
+def is_near(ratio: float) -> bool:
+    """Is it the ratio of a scale that counts as the baseline's?"""
+    return LEAST <= ratio <= MOST
 
 
 def median_ratio(found: list[Start]) -> float:
