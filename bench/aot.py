@@ -11,10 +11,10 @@ loads are of fewer bits than 128 (a row's statistics are); instructions that shu
 (SHFL), wait for other warps (BAR), move spilled registers (spill), compute in float64 (FP64). Loads
 that go to shared memory ahead of use (LDGSTS) are not among the load bits.
 
-Users of a GPU get the triton that their torch brings, which need not be the one here (3.7.1 for a
-CUDA build of torch 2.13, 3.6.0 for 2.11). Its tables:
+Users of a GPU get the triton that their torch brings: 3.7.1 for torch 2.13, which requirements.txt
+names, 3.6.0 for 2.11. The tables of another one:
 
-    pip install --target=DIR --no-deps triton==3.7.1
+    pip install --target=DIR --no-deps triton==3.6.0
     PYTHONPATH=DIR python -m bench.aot
 
 In decoding, C is the number of inputs of a product, of a head's channels, or of a row. From sm_90

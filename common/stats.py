@@ -182,14 +182,18 @@ def detectable_effect(sd: float, n: int, alpha: float = ALPHA, error: float = 0.
     Args:
         error: standard error that is added to that of the mean, in SDs of the pairs.
     """
+    # Power depends on the effect in units of the SD alone.
+    return sd * _detectable_in_sds(n, alpha, error)
 
+
+@functools.cache
+def _detectable_in_sds(n: int, alpha: float, error: float) -> float:
     def above(effect: float) -> float:
         if error:
             return power_with_error(effect, n, alpha, error) - POWER
         return power_of_t(effect, 1.0, n, alpha) - POWER
 
-    # Power depends on the effect in units of the SD alone.
-    return sd * brentq(above, 0.0, LARGEST * (1 + error))
+    return brentq(above, 0.0, LARGEST * (1 + error))
 
 
 def power_with_error(effect: float, n: int, alpha: float, error: float) -> float:

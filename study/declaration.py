@@ -6,6 +6,7 @@ declares the same again, and finds its runs.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -84,7 +85,7 @@ class Declaration:
     data: str
     norm_sha256: str
 
-    @property
+    @functools.cached_property
     def study(self) -> str:
         """The key `study` of its runs."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)

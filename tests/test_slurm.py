@@ -137,12 +137,11 @@ def resumes(run: Path, undisturbed: Path) -> int:
     return sum(record["event"] == "resume" for record in records(run))
 
 
-def test_a_run_on_two_nodes_goes_on(slurm, tmp_path):
+def test_a_run_on_two_nodes_goes_on(train_ok, slurm, tmp_path):
     """Two tasks stand for two nodes: the signal before a time limit, then a requeue."""
     words = (*WORDS, f"--data_dir={slurm / 'data'}")
     alone = tmp_path / "alone"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    said(*torchrun, "train.py", *words, f"--out_dir={alone}")
+    train_ok(*words, f"--out_dir={alone}", ranks=2)
     run = tmp_path / "run"
     tasks = ("--ntasks-per-node=2",)
     job = submit("train", slurm, *words, f"--out_dir={run}", options=tasks, NPROC="1")

@@ -26,7 +26,6 @@ SUMS = {"layer_norm": 2, "norm_add_norm": 2}  # passes over a row, forward; else
 
 
 def test_no_spills_wide_loads_and_no_barrier_that_no_sum_needs():
-    # .ci/run compiles for three architectures
     told = told_by("-m", "bench.aot", "--sm=90", "--channels=768,4096,16384")
     assert told["rc"] == 0, told
     found = {
@@ -61,6 +60,12 @@ def test_no_spills_wide_loads_and_no_barrier_that_no_sum_needs():
         if coupled and "backward" in operator:
             rival = found[(operator.replace("shared_rms_scale", "rms_norm"), "backward_kernel", C)]
             assert record["registers"] <= rival["registers"], (record, rival)
+
+
+def test_an_older_and_a_newer_gpu():
+    """At a width of its own. A kernel that spills or computes in float64 is exit code 1."""
+    told = told_by("-m", "bench.aot", "--sm=80,100", "--channels=8192")
+    assert (told["rc"], told["spills"], told["float64"]) == (0, 0, 0), told
 
 
 def test_kernels_of_a_decoding_step_do_not_spill():
