@@ -16,6 +16,7 @@ import functools
 import math
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -113,7 +114,14 @@ def read_alike(archive: str, *may_differ: str) -> list[Run]:
 
     Norm, seed and device may differ too.
     """
-    runs = read(archive)
+    return check_one_study(read(archive), *may_differ)
+
+
+def check_one_study(runs: list[Run], *may_differ: str) -> list[Run]:
+    """Return the runs. Raises UserError if they differ in more than these settings.
+
+    Norm, seed and device may differ too.
+    """
     for run in runs:
         if difference := difference_in_settings(run, runs[0], (*BY_SEED, *may_differ)):
             raise UserError(f"{run.name} and {runs[0].name}: {difference}: not of one study")
@@ -175,12 +183,17 @@ class Difference:
 
 def arms_under(condition: Condition) -> Arms:
     """Return arm -> seed -> run. Raises UserError if an arm has several learning rates."""
+    return by_arm_name([run for run in read(condition.archive) if run.seed in condition.seeds])
+
+
+def by_arm_name(runs: list[Run]) -> Arms:
+    """Sort runs: short name -> seed -> run. Raises UserError if an arm has several rates."""
     arms: Arms = {}
-    runs = [run for run in read(condition.archive) if run.seed in condition.seeds]
     for name, its in by_arm(runs).items():
-        arm = arm_name(next(iter(its.values())))
+        first = next(iter(its.values()))
+        arm = arm_name(first)
         if arm in arms:
-            raise UserError(f"{condition.archive}: {name} is {arm} once more, at another rate")
+            raise UserError(f"{first.name}: {name} is {arm} once more, at another rate")
         arms[arm] = its
     return arms
 
@@ -341,13 +354,17 @@ class Curve:
         return nats_or_diverged(self.at(rate) - self.at(self.best), "+.4f")
 
 
-def curves_of(runs: list[Run]) -> dict[str, Curve]:
-    """Sort the runs of a screening: arm -> its curve."""
+def curves_of(runs: list[Run], loss_of: Callable[[Run], float] = final_loss) -> dict[str, Curve]:
+    """Sort the runs of a screening: arm -> its curve.
+
+    Args:
+        loss_of: the loss of a run that decides.
+    """
     found: dict[str, Curve] = {}
     for run in runs:
         curve = found.setdefault(arm_name(run), Curve({}, {}))
         rate = run.config["learning_rate"]
-        curve.losses.setdefault(rate, {})[run.seed] = final_loss(run)
+        curve.losses.setdefault(rate, {})[run.seed] = loss_of(run)
         if run.seed == PLAN["rates"]["seeds"][0]:
             curve.stability[rate] = run.stability
     return found
