@@ -45,10 +45,14 @@ PLAN = tomllib.loads((ROOT / "repro" / "which_norm.toml").read_text(encoding="ut
 SHAPES = {"W": "wide", "D": "deep"}
 MARKERS = ("<!-- card: python -m repro.which_norm -->", "<!-- end of the card -->")
 # Arms that the plan does not name
-OTHER_ARMS = {"coupled --coupled_span=0 --coupled_calibrate=10": "one-rms"}
+OTHER_ARMS = {
+    "coupled --coupled_span=0 --coupled_calibrate=10": "one-rms",
+    "deepnorm --norm_recipe=common": "deepnorm-common",
+}
 ON_CARD = (
     "peri",
     "one-rms",
+    "deepnorm-common",
     "coupled-full-gradient",
     "coupled-block-0",
     "coupled",
@@ -552,7 +556,7 @@ def card() -> str:
 def too_high_table() -> str:
     """Return what a learning rate that is too high costs: two and four times the best one tried."""
     rows = []
-    screened = [arm for arm in (BASELINE, *ON_CARD) if arm in curves("W")]
+    screened = [arm for arm in (BASELINE, *ON_CARD) if arm in PLAN["arms"]]  # at such rates too
     for arm in screened:
         cells = [f"`{arm}`"]
         for shape in SHAPES:

@@ -15,7 +15,10 @@ from statsmodels.stats.weightstats import DescrStatsW
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cpu"
 PLAN = tomllib.loads((RESULTS.parents[1] / "repro" / "which_norm.toml").read_text())
 SHAPES = PLAN["scales"]["cpu"]["shapes"]
-ARMS = PLAN["arms"] | {"one-rms": "coupled --coupled_span=0 --coupled_calibrate=10"}
+ARMS = PLAN["arms"] | {
+    "one-rms": "coupled --coupled_span=0 --coupled_calibrate=10",
+    "deepnorm-common": "deepnorm --norm_recipe=common",
+}
 JUDGED = range(200, 216)
 LEADS = range(720, 736)
 # column of the card -> archive -> the number of tests of its family, and seeds
