@@ -251,6 +251,10 @@ def check_row(
             f"{where}: its recipe must be a norm_types.Recipe, the init_factors of that a function "
             "of n_layer that returns {part: factor}, and its point_alpha one of the channels"
         )
+    linear = row.residual_linear
+    if not isinstance(linear, type) or not issubclass(linear, nn.Linear):
+        raise ConfigError(f"{where}: its residual_linear must be a subclass of torch.nn.Linear")
+    check_embed(name, row, file)
     if isinstance(row.keys, str):
         raise ConfigError(f"{where}: its keys must be a tuple: ({row.keys!r},)")
     if wrong := sorted(set(row.outputs + row.embeddings) - set(ANYWHERE) - letters.keys()):
@@ -264,6 +268,21 @@ def check_row(
     if unknown := sorted(set(row.keys) - known_keys):
         raise ConfigError(
             f"{where} reads {', '.join(unknown)}, and can read {', '.join(sorted(known_keys))}"
+        )
+
+
+def check_embed(name: str, row: NormType, file: NormFile) -> None:
+    """Call a row's `embed`, if it has one. Raises ConfigError for an error in it."""
+    if row.embed is None:
+        return
+    what = f"the embed of norm type {name!r}"
+    x = torch.zeros(2, 3, 16)
+    with told_in_a_line(file, f"{what}: ", "it takes x (B, T, C)"):
+        y = row.embed(x)
+    if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
+        raise ConfigError(
+            f"norm_file={file.path}: {what} returns {described(y)} for x of {described(x)}: it "
+            "returns what has the shape and type of x"
         )
 
 

@@ -712,6 +712,26 @@ BAD = {
         "Mine is not read: call it TYPES",
     ),
     "no row": ("TYPES = {'a': 'b'}\n", "no norm_types.NormType"),
+    "an embed that fails": (
+        "from norm_types import *\n"
+        "TYPES = {'a': NormType(uniform('R'), 'R', embed=lambda x: x[9])}\n",
+        "bad.py:2: the embed of norm type 'a': IndexError: ",
+    ),
+    "an embed of two inputs": (
+        "from norm_types import *\n"
+        "TYPES = {'a': NormType(uniform('R'), 'R', embed=lambda x, y: x)}\n",
+        "the embed of norm type 'a': TypeError: ",
+    ),
+    "an embed of another shape": (
+        "from norm_types import *\n"
+        "TYPES = {'a': NormType(uniform('R'), 'R', embed=lambda x: x.mean(-1))}\n",
+        "the embed of norm type 'a' returns (2, 3) float32 for x of (2, 3, 16) float32",
+    ),
+    "no linear": (
+        "from norm_types import *\n"
+        "TYPES = {'a': NormType(uniform('R'), 'R', residual_linear=center)}\n",
+        "its residual_linear must be a subclass of torch.nn.Linear",
+    ),
     "a name with a slash": (
         "from norm_types import *\nTYPES = {'a/b': NormType(uniform('R'), 'R')}\n",
         "rename it",
