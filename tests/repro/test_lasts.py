@@ -3,61 +3,21 @@
 python -m pytest tests/repro/test_lasts.py
 """
 
-import functools
-import json
 import math
 
 import numpy as np
 import pytest
-from helpers import ROOT
+from made_runs import made
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 
 from common.errors import UserError
-from evidence.runs import Run, find_runs
-from norm_plan import keys_of
+from evidence.runs import Run
 from repro import lasts
 
-WORDS = {
-    "rms": {"norm_type": "rms"},
-    "layer": {"norm_type": "layer"},
-    "coupled": {"norm_type": "coupled"},
-    "one-rms": {"norm_type": "coupled", "coupled_span": 0, "coupled_calibrate": 10},
-    "peri": {"norm_type": "peri"},
-}
 SHIFTS = {"rms": 0.0, "layer": 0.0002, "coupled": 0.010, "one-rms": -0.020, "peri": -0.001}
 SLOPE = 0.19
-
-
-@functools.cache
-def kept() -> list[dict]:
-    """The events of a run of `rms` in the wide shape."""
-    return find_runs([ROOT / "results/cpu/leads/verdict-W.tar.xz"])[-1].events
-
-
-def made(arm: str, seed: int, loss: float, **settings) -> Run:
-    """A run that ends at this loss over the documents of data/stdlib, at 2.0 over the others."""
-    kinds = ("start", "eval", "val_full", "end")
-    last = {event["event"]: dict(event) for event in kept() if event["event"] in kinds}
-    start, evaluated, val_full, end = (last[kind] for kind in kinds)
-    assert start["config"]["norm_type"] == "rms"
-    start["config"] = start["config"] | WORDS[arm] | {"seed": seed} | settings
-    start["norm_keys"] = json.loads(json.dumps(keys_of(WORDS[arm]["norm_type"])))
-    steps = start["config"]["max_iters"]
-    tokens = np.array(val_full["document_tokens"])
-    val_full |= {
-        "step": steps,
-        "document_tokens": [*tokens.tolist(), 1000, 3000],
-        "document_nats": [*(tokens * loss).tolist(), 1500.0, 6500.0],
-        "val_loss_full": 9.0,  # over all of it: decides nothing
-    }
-    evaluated["step"] = end["step"] = steps
-    events = [start, evaluated, val_full, end]
-    if math.isinf(loss):
-        events = [start, end | {"reason": "step 3: loss is not finite", "step": 3}]
-    log = "".join(json.dumps(event) + "\n" for event in events).encode()
-    return Run(ROOT / f"{arm}-{seed}", {"log.jsonl": log})
 
 
 def study(seeds, sd: float = 0.008, **shifts: float) -> dict[str, list[Run]]:
@@ -68,8 +28,7 @@ def study(seeds, sd: float = 0.008, **shifts: float) -> dict[str, list[Run]]:
         common = draws.normal(1.2, 0.02)
         for arm, shift in (SHIFTS | shifts).items():
             loss = common + shift + draws.normal(0, sd / 2**0.5)
-            planned = 20 if seed < 820 else 10
-            found["A"].append(made(arm, seed, loss, planned_seeds=planned, learning_rate=0.004))
+            found["A"].append(made(arm, seed, loss, planned_seeds=20, learning_rate=0.004))
     for steps in lasts.LENGTHS:
         mean = 1.2 - SLOPE * math.log(steps / 7680)
         losses = mean + np.array([-0.001, 0.001, -0.002, 0.002])
