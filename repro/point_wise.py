@@ -6,46 +6,42 @@ The head of repro/point_wise.sh declares what is reported, and this file was wri
 first run. Nothing is tested and nothing judged.
 """
 
-import functools
-from pathlib import Path
+import math
 
 import numpy as np
 
 from common.errors import UserError, run_program
 from common.output import markdown, write_bytes_atomically, writing
 from common.stats import paired
-from evidence.comparison import Pair
-from evidence.runs import RATES, Run, final_loss, find_runs
+from evidence.runs import RATES, Run, final_loss
+from repro import declared
 from repro.which_norm import (
     BASELINE,
     Curve,
-    all_pairs,
+    arm_name,
     by_arm_name,
     check_one_study,
     curves_of,
     nats_or_diverged,
 )
 
-OUT = Path(__file__).resolve().parents[1] / "results" / "cpu" / "point_wise"
+OUT = declared.ROOT / "results" / "cpu" / "point_wise"
 OPTIMIZERS = ("adamw", "muon")
 ARMS = ("dyt", "derf")
+SCREENED = {112}
 SEEDS = range(740, 744)
 
-
-@functools.cache
-def read(name: str) -> list[Run]:
-    """Return the runs of an archive in results/cpu/point_wise; none if it is not there yet."""
-    path = OUT / f"{name}.tar.xz"
-    runs = find_runs([path]) if path.exists() else []
-    for run in runs:
-        run.check()
-    return runs
+Ends = dict[str, dict[int, float]]  # arm -> seed -> loss, infinite where the run diverged
 
 
-def with_optimizer(name: str, optimizer: str) -> list[Run]:
-    """Return an archive's runs with this optimiser. Raises UserError if all of it is not alike."""
-    runs = check_one_study(read(name), "optimizer", *RATES)
-    return [run for run in runs if run.config["optimizer"] == optimizer]
+def read(archive: str) -> list[Run]:
+    """Return the runs of an archive; none if it is not there yet."""
+    return declared.read("point_wise", archive)
+
+
+def with_optimizer(archive: str, optimizer: str) -> list[Run]:
+    """Return an archive's runs with this optimiser."""
+    return [run for run in read(archive) if run.config["optimizer"] == optimizer]
 
 
 def curves(optimizer: str) -> dict[str, Curve]:
@@ -53,42 +49,61 @@ def curves(optimizer: str) -> dict[str, Curve]:
     return curves_of(with_optimizer("rates", optimizer))
 
 
-def pairs(optimizer: str) -> dict[str, dict[int, Pair]]:
-    """Return arm -> seed -> pair with `rms`, of the seeds that are reported.
-
-    Raises UserError if an arm was not run at its best rate, or if two runs of a pair differ.
-    """
-    runs = [run for run in with_optimizer("pairs", optimizer) if run.seed in SEEDS]
-    if not runs:
-        return {}
-    best = {arm: curve.best for arm, curve in curves(optimizer).items()}
-    arms = by_arm_name(runs)
-    for arm, its in arms.items():
-        for run in its.values():
-            if run.config["learning_rate"] != best.get(arm):
-                raise UserError(f"{run.name}: its rate is not the best of the grid")
-    found = all_pairs(arms, BASELINE)
-    return {arm: {pair.run.seed: pair for pair in its} for arm, its in found.items()}
+def check_study() -> None:
+    """Raise UserError if the runs are not of one study, as it was declared."""
+    everything = read("rates") + read("pairs")
+    check_one_study(everything, "optimizer", *RATES)
+    declared.check_seeds(read("rates"), SCREENED)
+    declared.check_seeds(read("pairs"), {*SEEDS})
+    declared.check_processors(everything, lambda run: run.seed)
+    for optimizer in OPTIMIZERS:
+        best = {arm: curve.best for arm, curve in curves(optimizer).items()}
+        for run in with_optimizer("pairs", optimizer):
+            if run.config["learning_rate"] != best.get(arm_name(run)):
+                raise UserError(f"{run.name}: its learning rate is not the best of the grid")
 
 
-def gap(pair: Pair) -> float:
-    """Return the loss of an arm minus that of `rms`, nats a byte."""
-    return final_loss(pair.run) - final_loss(pair.base)
+def ends(optimizer: str) -> Ends:
+    """Return what the runs of the pairs end at, nats a byte."""
+    arms = by_arm_name(with_optimizer("pairs", optimizer))
+    return {
+        arm: {seed: final_loss(run) for seed, run in arms.get(arm, {}).items()}
+        for arm in (BASELINE, *ARMS)
+    }
+
+
+def lacking(arm: str, found: Ends) -> str:
+    """Say why an arm has no gap; "" if it has."""
+    for name in (BASELINE, arm):
+        if bad := sum(map(math.isinf, found[name].values())):
+            return f"`{name}` diverged in {bad} of {len(SEEDS)}"
+        if len(found[name]) < len(SEEDS):
+            return f"open: {len(found[name])} of {len(SEEDS)} seeds of `{name}`"
+    return ""
 
 
 def row_of(arm: str) -> list[str]:
     """Return the arm's gaps with both optimisers, and by how much that with Muon is larger."""
-    by_optimizer = [pairs(optimizer).get(arm, {}) for optimizer in OPTIMIZERS]
-    ends = [f"{len(its)} of {len(SEEDS)} pairs" for its in by_optimizer]
-    if any(len(its) < len(SEEDS) for its in by_optimizer):  # not over, or a run diverged
-        return [f"`{arm}`", *ends, "open"]
-    adamw, muon = (np.array([gap(its[seed]) for seed in SEEDS]) for its in by_optimizer)
-    cells = []
-    for nats in (adamw, muon, muon - adamw):
-        estimate = paired(nats)
-        low, high = estimate.interval()
-        cells.append(f"{estimate.mean:+.4f} ({low:+.4f} to {high:+.4f})")
-    return [f"`{arm}`", *cells]
+    by_optimizer = [ends(optimizer) for optimizer in OPTIMIZERS]
+    reasons = [lacking(arm, found) for found in by_optimizer]
+    gaps = [
+        None if reason else np.array([found[arm][seed] - found[BASELINE][seed] for seed in SEEDS])
+        for reason, found in zip(reasons, by_optimizer, strict=True)
+    ]
+    cells = [
+        reason if gap is None else with_interval(gap)
+        for reason, gap in zip(reasons, gaps, strict=True)
+    ]
+    adamw, muon = gaps
+    both = "" if adamw is None or muon is None else with_interval(muon - adamw)
+    return [f"`{arm}`", *cells, both]
+
+
+def with_interval(nats: np.ndarray) -> str:
+    """Return the mean of differences (n,) and its 95 % interval."""
+    estimate = paired(nats)
+    low, high = estimate.interval()
+    return f"{estimate.mean:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
 def rates_table(optimizer: str) -> str:
@@ -98,12 +113,15 @@ def rates_table(optimizer: str) -> str:
     rows = []
     for arm, curve in found.items():
         cells = [nats_or_diverged(curve.at(rate)) if rate in curve.losses else "" for rate in rates]
-        rows.append([f"`{arm}`", *cells, f"{curve.best:g}"])
+        is_end = curve.best in (min(curve.losses), max(curve.losses))
+        best = f"{curve.best:g}, at an end" if is_end else f"{curve.best:g}"
+        rows.append([f"`{arm}`", *cells, best])
     return markdown(["arm", *(f"{rate:g}" for rate in rates), "best"], rows)
 
 
 def page() -> str:
     """Return README.md of the results."""
+    check_study()
     parts = [
         "# Point-wise norms under Muon",
         "Runs of [repro/point_wise.sh](../../../repro/point_wise.sh), whose head is the "

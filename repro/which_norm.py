@@ -394,7 +394,8 @@ def rates_table(found: dict[str, Curve]) -> str:
         cells = [nats_or_diverged(curve.at(rate)) if rate in curve.losses else "" for rate in rates]
         stable = curve.stability.get(curve.best) or {}
         names = ("clipped", "spikes", "attention_logit")
-        events = [f"{stable[name]:.3g}" if name in stable else "" for name in names]
+        values = [stable.get(name) for name in names]  # None if it was not finite
+        events = ["" if value is None else f"{value:.3g}" for value in values]
         rows.append([f"`{arm}`", *cells, f"{curve.chosen:g}", *events])
     header = ["arm", *(f"{rate:g}" for rate in rates), "chosen"]
     return markdown([*header, "clipped steps", "spikes", "largest attention logit"], rows)

@@ -12,19 +12,19 @@ from statsmodels.stats.weightstats import DescrStatsW
 
 from common.errors import UserError
 from evidence.runs import Run
-from repro import point_wise
+from repro import declared, point_wise
 
 RATES = {"adamw": (0.002, 0.004, 0.008), "muon": (0.0044, 0.0088, 0.0176)}
 GAPS = {
     "adamw": {"rms": 0.0, "dyt": 0.05, "derf": 0.04},
-    "muon": {"rms": 0, "dyt": 0.05, "derf": 0.2},
+    "muon": {"rms": 0.0, "dyt": 0.05, "derf": 0.2},
 }
 DRAWS = np.random.default_rng(0).normal(0, 0.005, (2, 3, 4))
 
 
 def run(arm: str, optimizer: str, rate: float, seed: int, loss: float) -> Run:
     found = made(arm, seed, loss, optimizer=optimizer, learning_rate=rate)
-    found.whole_split["val_loss_full"] = loss
+    found.last("val_full")["val_loss_full"] = loss
     return found
 
 
@@ -44,8 +44,13 @@ def archives(monkeypatch) -> dict[str, list[Run]]:
             for seed in point_wise.SEEDS:
                 rate, loss = RATES[optimizer][1], loss_of(optimizer, arm, seed)
                 found["pairs"].append(run(arm, optimizer, rate, seed, loss))
-    monkeypatch.setattr(point_wise, "read", lambda name: found[name])
+    monkeypatch.setattr(declared, "read", lambda _, name: found[name])
     return found
+
+
+def place_of(runs: list[Run], arm: str, optimizer: str, seed: int) -> int:
+    keys = [(run.config["norm_type"], run.config["optimizer"], run.seed) for run in runs]
+    return keys.index((arm, optimizer, seed))
 
 
 def test_the_difference_of_differences_is_that_of_a_second_implementation(archives):
@@ -66,25 +71,53 @@ def test_the_difference_of_differences_is_that_of_a_second_implementation(archiv
     assert "| `derf` | 1.6000 | 1.5000 | 1.7000 | 0.0088 |" in text
 
 
-def test_what_is_not_over_or_diverged_is_open(archives):
-    place = next(
-        place
-        for place, run in enumerate(archives["pairs"])
-        if (run.config["norm_type"], run.config["optimizer"], run.seed) == ("derf", "muon", 742)
+def test_a_best_rate_at_an_end_is_told(archives):
+    archives["rates"] = [run for run in archives["rates"] if run.config["learning_rate"] < 0.017]
+    assert "| `derf` | 1.6000 | 1.5000 | 0.0088, at an end |" in point_wise.page()
+
+
+def test_what_is_not_over_or_diverged_has_no_gap(archives):
+    whole = list(archives["pairs"])
+    archives["pairs"][place_of(whole, "derf", "muon", 742)] = run(
+        "derf", "muon", 0.0088, 742, math.inf
     )
-    whole = archives["pairs"][place]
-    archives["pairs"][place] = run("derf", "muon", 0.0088, 742, math.inf)
-    assert "| `derf` | 4 of 4 pairs | 3 of 4 pairs | open |" in point_wise.page()
-    assert "| `dyt` | +0.0" in point_wise.page()
-    archives["pairs"][place] = whole
-    archives["pairs"] = [run for run in archives["pairs"] if run.config["optimizer"] == "adamw"]
-    assert "| `dyt` | 4 of 4 pairs | 0 of 4 pairs | open |" in point_wise.page()
+    text = point_wise.page()
+    [derf] = [line for line in text.splitlines() if line.startswith("| `derf` | +")]
+    assert derf.endswith(") | `derf` diverged in 1 of 4 |  |") and "| `dyt` | +0.0" in text
+    archives["pairs"] = list(whole)
+    archives["pairs"][place_of(whole, "rms", "muon", 740)] = run(
+        "rms", "muon", 0.0088, 740, math.inf
+    )
+    assert point_wise.page().count("`rms` diverged in 1 of 4") == 2
+    archives["pairs"] = [run for run in whole if run.config["norm_type"] != "rms"]
+    assert point_wise.page().count("open: 0 of 4 seeds of `rms`") == 4
     archives["pairs"] = []
     assert point_wise.page().endswith("Not run.\n")
 
 
-@pytest.mark.parametrize(("key", "value"), [("learning_rate", 0.002), ("batch_size", 1)])
-def test_runs_of_another_experiment_are_refused(archives, key, value):
-    archives["pairs"][-1].config[key] = value
+# place, key, its value there
+MISMATCHES = [
+    ("config", "learning_rate", 0.002),
+    ("config", "batch_size", 1),
+    ("config", "seed", 744),
+    ("start", "device", "cpu (another)"),
+    ("start", "processor", "another"),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value"), MISMATCHES, ids=[key for _, key, _ in MISMATCHES]
+)
+def test_runs_of_another_experiment_are_refused(archives, place, key, value):
+    """Of an optimiser as a whole too: a seed's runs with AdamW and Muon are of one processor."""
+    for one in archives["pairs"]:
+        if one.config["optimizer"] == "muon":
+            getattr(one, place)[key] = value
     with pytest.raises(UserError):
+        point_wise.page()
+
+
+def test_a_screening_has_one_seed(archives):
+    archives["rates"][0].config["seed"] = 113
+    with pytest.raises(UserError, match="seed 113 is not one"):
         point_wise.page()
