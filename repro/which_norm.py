@@ -466,17 +466,17 @@ def worth() -> dict[str, float]:
 
 
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
-# that `better_arms` finds there, and what matters far more is worth that to `rms`.
+# that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = (
-    "Use RMSNorm before each sublayer. A small wide model did better with Peri-LN or one RMS "
-    "shared by all blocks, a deep one with either of two variants of CoupledNorm. None was shown "
-    "to be better in both. Initial scale and optimiser matter far more."
+    "Start with RMSNorm before each sublayer. In our two small models, one RMS for all blocks did "
+    "better. So did Peri-LN in the wide one, and DeepNorm and two variants of CoupledNorm in the "
+    "deep one. Initial scale and optimiser matter more."
 )
 CALLED_BETTER = {
     WIDE: {"peri", "one-rms"},
-    DEEP: {"coupled-full-gradient", "coupled-block-0"},
+    DEEP: {"coupled-full-gradient", "coupled-block-0", "deepnorm-common", "one-rms"},
 }
-FAR = 5.0  # times the largest gain of a norm
+FAR = 2.0  # times the largest gain of a norm
 
 
 def better_arms() -> dict[str, set[str]]:
@@ -497,13 +497,13 @@ def headline() -> str:
     nats = worth()
     least = min(nats[SCALE], nats[OPTIMIZER]) / largest
     if least < FAR:
-        raise UserError(f"HEADLINE says far more, and the runs say {least:.1f} times")
+        raise UserError(f"HEADLINE says more, and the runs say {least:.1f} times")
     return HEADLINE
 
 
 def linked() -> str:
     """Return the headline as README has it, each norm with a link to its formula."""
-    return re.sub("Peri-LN|CoupledNorm", r"[\g<0>](docs/norms.md)", headline())
+    return re.sub("Peri-LN|CoupledNorm|DeepNorm", r"[\g<0>](docs/norms.md)", headline())
 
 
 def notes() -> str:
