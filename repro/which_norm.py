@@ -468,9 +468,9 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = (
-    "Start with RMSNorm before each sublayer. In our two small models, one RMS for all blocks did "
-    "better. So did Peri-LN in the wide one, and DeepNorm and two variants of CoupledNorm in the "
-    "deep one. Initial scale and optimiser matter more."
+    "Start with RMSNorm before each sublayer. In our small models it did better when all blocks "
+    "divide by one shared RMS. So did Peri-LN in the wide one, and DeepNorm and two variants of "
+    "CoupledNorm in the deep one. Initial scale and optimiser matter more."
 )
 CALLED_BETTER = {
     WIDE: {"peri", "one-rms"},
@@ -531,10 +531,10 @@ def notes() -> str:
         "all arms and shapes that were declared together; the other columns have four seeds and "
         "no verdicts. "
         f"2 % of the tokens are {margin('W'):.4f} nats in the wide shape, {margin('D'):.4f} in the "
-        "deep one. The plan itself asked for an arm that is better in both shapes, and none "
-        f"is shown to be (smallest p {better:.2g}). That `coupled-full-gradient` loses no more "
-        f"than {bounds[0]:.4f} in either is borderline (p {declared:.3f}; {stricter:.3f} at the "
-        f"wide shape's {bounds[1]:.4f}). With its own best rate Muon ends {muon.mean:.4f} nats "
+        "deep one. The plan itself asked for an arm that is better in both shapes, and none of its "
+        f"four is shown to be (smallest p {better:.2g}). That `coupled-full-gradient` loses no "
+        f"more than {bounds[0]:.4f} in either is borderline (p {declared:.3f}; {stricter:.3f} at "
+        f"the wide shape's {bounds[1]:.4f}). With its own best rate Muon ends {muon.mean:.4f} nats "
         f"({low:.4f} to {high:.4f}, four seeds) below AdamW, `rms` in the wide shape. The deep "
         f"shape has bad seeds: {bad} of {len(everywhere)} `rms` runs at its rate end 0.03 or more "
         f"above the mean of the {len(compared)} compared here, of which {among or 'none'} does."
