@@ -468,9 +468,9 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = (
-    "Start with RMSNorm before each sublayer. In our small models it did better when all blocks "
-    "divide by one shared RMS. So did Peri-LN in the wide one, and DeepNorm and two variants of "
-    "CoupledNorm in the deep one. Initial scale and optimiser matter more."
+    "Start with RMSNorm before each sublayer. In our small models, RMSNorm with one RMS shared by "
+    "all blocks did better. So did Peri-LN in the wide model, and DeepNorm and two variants of "
+    "CoupledNorm in the deep model. Initial scale and optimiser matter more."
 )
 CALLED_BETTER = {
     WIDE: {"peri", "one-rms"},
