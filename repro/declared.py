@@ -7,12 +7,11 @@ text, and go to archives below results/cpu/NAME.
 import functools
 import hashlib
 from collections.abc import Callable, Hashable
-from pathlib import Path
 
 from common.errors import UserError
-from evidence.runs import Run, find_runs
-
-ROOT = Path(__file__).resolve().parents[1]
+from common.output import write_bytes_atomically, writing
+from evidence.runs import Run
+from repro import which_norm
 
 
 @functools.cache
@@ -21,11 +20,9 @@ def read(study: str, archive: str) -> list[Run]:
 
     Raises UserError if one does not carry the declaration as it stands.
     """
-    path = ROOT / "results" / "cpu" / study / f"{archive}.tar.xz"
-    runs = find_runs([path]) if path.exists() else []
+    runs = which_norm.read(f"{study}/{archive}")
     declaration = declared(study)
     for run in runs:
-        run.check()
         if run.config.get("study") != declaration:
             raise UserError(f"{run.name}: study={run.config.get('study')}, not {declaration}")
     return runs
@@ -33,7 +30,7 @@ def read(study: str, archive: str) -> list[Run]:
 
 def declared(study: str) -> str:
     """Return the key `study` of its runs."""
-    text = (ROOT / "repro" / f"{study}.sh").read_bytes()
+    text = (which_norm.ROOT / "repro" / f"{study}.sh").read_bytes()
     return f"{study} {hashlib.sha256(text).hexdigest()[:16]}"
 
 
@@ -56,3 +53,11 @@ def check_seeds(runs: list[Run], seeds: set[int]) -> None:
     for run in runs:
         if run.seed not in seeds:
             raise UserError(f"{run.name}: seed {run.seed} is not one of the declaration")
+
+
+def write_page(study: str, page: Callable[[], str]) -> None:
+    """Write what `page` returns as README.md of the study's results."""
+    folder = which_norm.RESULTS / study
+    with writing(folder):
+        write_bytes_atomically(folder / "README.md", page().encode())
+    print(f"wrote {folder / 'README.md'}")

@@ -23,7 +23,7 @@ import numpy as np
 from scipy import stats
 
 from common.errors import UserError, run_program
-from common.output import markdown, write_bytes_atomically, writing
+from common.output import markdown
 from common.stats import ALPHA, Estimate, holm, paired
 from evidence.runs import RATES, Run, final_loss
 from repro import declared
@@ -38,7 +38,6 @@ from repro.which_norm import (
     rates_table,
 )
 
-OUT = declared.ROOT / "results" / "cpu" / "lasts"
 STDLIB_TOKENS = 349_064  # targets of data/stdlib's val split
 STEPS = {"S": 7680, "M-3840": 3840, "M-15360": 15360, "A": 7680}
 SCREENED = set(PLAN["rates"]["seeds"])
@@ -126,7 +125,7 @@ def check_study() -> None:
         if arm not in chosen or run.config["learning_rate"] != chosen[arm].chosen:
             raise UserError(f"{run.name}: its learning rate is not what S chose for {arm}")
     if any(arm_name(run) != BASELINE for run in slopes):
-        raise UserError(f"{OUT}/M-*.tar.xz: what tokens are worth is measured with rms alone")
+        raise UserError("M-*.tar.xz: what tokens are worth is measured with rms alone")
 
 
 # ------------------------------------------------------------------------------ rates and the slope
@@ -355,9 +354,10 @@ def rates_part() -> list[str]:
     """Return the table of the screening, and what it lacks."""
     if not read("S"):
         return ["Not run."]
-    lacking = {arm: not_settled(curve) for arm, curve in rates().items()}
+    found = rates()
+    lacking = {arm: not_settled(curve) for arm, curve in found.items()}
     said = [f"`{arm}`: {words}" for arm, words in lacking.items() if words]
-    return [rates_table(rates()), *([f"Not settled: {'; '.join(said)}."] if said else [])]
+    return [rates_table(found), *([f"Not settled: {'; '.join(said)}."] if said else [])]
 
 
 def slope_part() -> list[str]:
@@ -400,9 +400,7 @@ def main(argv: list[str]) -> None:
         return
     if argv:
         raise UserError("give no words, or blind")
-    with writing(OUT):
-        write_bytes_atomically(OUT / "README.md", page().encode())
-    print(f"wrote {OUT / 'README.md'}")
+    declared.write_page("lasts", page)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from common.errors import UserError, run_program
-from common.output import markdown, write_bytes_atomically, writing
+from common.output import markdown
 from common.stats import paired
 from evidence.runs import RATES, Run, final_loss
 from repro import declared
@@ -25,7 +25,6 @@ from repro.which_norm import (
     nats_or_diverged,
 )
 
-OUT = declared.ROOT / "results" / "cpu" / "point_wise"
 OPTIMIZERS = ("adamw", "muon")
 ARMS = ("dyt", "derf")
 SCREENED = {112}
@@ -144,9 +143,7 @@ def main(argv: list[str]) -> None:
     """Write the page."""
     if argv:
         raise UserError("give no words")
-    with writing(OUT):
-        write_bytes_atomically(OUT / "README.md", page().encode())
-    print(f"wrote {OUT / 'README.md'}")
+    declared.write_page("point_wise", page)
 
 
 if __name__ == "__main__":
