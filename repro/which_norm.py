@@ -49,16 +49,17 @@ OTHER_ARMS = {
     "coupled --coupled_span=0 --coupled_calibrate=10": "one-rms",
     "deepnorm --norm_recipe=common": "deepnorm-common",
 }
-ON_CARD = (
-    "peri",
-    "one-rms",
-    "deepnorm-common",
-    "coupled-full-gradient",
-    "coupled-block-0",
-    "coupled",
-    "rms-qk-norm",
-    "layer",
-)
+# Arm -> its words in the picture
+ON_CARD = {
+    "peri": "Peri-LN",
+    "one-rms": "one-rms",
+    "deepnorm-common": "DeepNorm, usual initial weights",
+    "coupled-full-gradient": "CoupledNorm, full gradient",
+    "coupled-block-0": "CoupledNorm, block 0 alone",
+    "coupled": "CoupledNorm",
+    "rms-qk-norm": "RMSNorm and QK-norm",
+    "layer": "LayerNorm",
+}
 BASELINE = PLAN["baseline"]
 
 
@@ -404,7 +405,7 @@ def rates_table(found: dict[str, Curve]) -> str:
 # --------------------------------------------------------------------- what else a setting is worth
 
 # Two of the choices that `worth` compares
-SCALE = "initial scale 0.08 instead of 0.02"
+SCALE = "initial weights: std 0.08, not 0.02"
 OPTIMIZER = "Muon instead of AdamW"
 
 
@@ -455,10 +456,10 @@ def worth() -> dict[str, float]:
     return {
         SCALE: min(by_std[0.02]) - min(by_std[chosen[1]]),
         OPTIMIZER: muon_for_adamw().mean,
-        "the best learning rate, not half or twice that": float(
+        "the best learning rate instead of half or double": float(
             np.mean(others) - np.mean(checked[chosen])
         ),
-        f"{best} instead of rms": gains[best],
+        f"{ON_CARD[best]} instead of RMSNorm": gains[best],
     }
 
 
@@ -467,11 +468,14 @@ def worth() -> dict[str, float]:
 
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
-HEADLINE = (
-    "Start with RMSNorm before each sublayer. In our small models, RMSNorm with one RMS shared by "
-    "all blocks did better. So did Peri-LN in the wide model, and DeepNorm and two variants of "
-    "CoupledNorm in the deep model. Initial scale and optimiser matter more."
-)
+HEADLINE = """\
+**Start with RMSNorm before each sublayer. In small models, some norms did better:**
+
+- wide model: Peri-LN
+- deep model: DeepNorm, two variants of CoupledNorm
+- both models: a third variant of CoupledNorm, named one-rms
+
+**Initial weights and optimiser matter more.**"""
 CALLED_BETTER = {
     WIDE: {"peri", "one-rms"},
     DEEP: {"coupled-full-gradient", "coupled-block-0", "deepnorm-common", "one-rms"},
@@ -503,7 +507,8 @@ def headline() -> str:
 
 def linked() -> str:
     """Return the headline as README has it, each norm with a link to its formula."""
-    return re.sub("Peri-LN|CoupledNorm|DeepNorm", r"[\g<0>](docs/norms.md)", headline())
+    text = re.sub("Peri-LN|CoupledNorm|DeepNorm", r"[\g<0>](docs/norms.md)", headline())
+    return text.replace("one-rms", "[one-rms](docs/which_norm.md#how-to-read-the-card)")
 
 
 def notes() -> str:
@@ -548,7 +553,7 @@ def card() -> str:
         found = [difference_of(arm, name) for name in NAMES]
         rows.append([f"`{arm}`", *(row.text() if row else "not run" for row in found)])
     table = markdown(["arm", *NAMES], rows)
-    return "\n\n".join([f"**{headline()}**", table, notes()])
+    return "\n\n".join([headline(), table, notes()])
 
 
 # ------------------------------------------------------------------------- the page with all tables
@@ -669,11 +674,13 @@ def main(argv: list[str]) -> None:
 
     with writing(OUT):
         write_bytes_atomically(OUT / "README.md", page().encode())
-        rows = {arm: [difference_of(arm, name) for name in NAMES] for arm in ON_CARD}
+        rows = {
+            words: [difference_of(arm, name) for name in NAMES] for arm, words in ON_CARD.items()
+        }
         draw_card(rows, NAMES, declared_margin(), worth(), OUT / "card.png")
     put(ROOT / "docs/which_norm.md", card())
     picture = "![How norms and other choices change the validation loss of small models]"
-    put(ROOT / "README.md", f"{picture}(results/cpu/which_norm/card.png)\n\n**{linked()}**")
+    put(ROOT / "README.md", f"{picture}(results/cpu/which_norm/card.png)\n\n{linked()}")
     print(f"wrote {OUT}, the card in docs/which_norm.md, and its first sentence in README.md")
 
 

@@ -19,7 +19,7 @@ def draw_card(
     """Draw a forest of differences, arms by conditions, beside what other choices are worth.
 
     Args:
-        rows: arm -> its Difference under each condition, None where it was not run.
+        rows: an arm's words -> its Difference under each condition, None where it was not run.
         names: of the conditions.
         margin: a grey band on both sides of zero, nats.
         worth: a choice instead of another -> nats by which it lowers the loss.
@@ -28,8 +28,8 @@ def draw_card(
     figure, (forest, bars) = plt.subplots(
         1, 2, figsize=(12, 1.6 + 0.8 * len(rows)), width_ratios=[3, 2], layout="constrained"
     )
-    forest.set_title("A norm instead of rms", fontsize=10)
-    forest.axvspan(-margin, margin, color="0.9", label="loss change by 2 % more or fewer tokens")
+    forest.set_title("A norm instead of RMSNorm", fontsize=10)
+    forest.axvspan(-margin, margin, color="0.9", label="effect of 2 % more or fewer tokens")
     forest.axvline(0, color="0.4", linewidth=1)
     for place, found in enumerate(rows.values()):
         for index, (name, row) in enumerate(zip(names, found, strict=True)):
@@ -42,9 +42,10 @@ def draw_card(
             look = style(index) | {"markersize": 5, "linestyle": ""}
             forest.plot(row.estimate.interval(), [height] * 2, color=COLORS[index], linewidth=1.4)
             forest.plot(row.estimate.mean, height, label=label, **look)
-    forest.set_yticks(range(len(rows)), rows)
+    labels = [textwrap.fill(words, 16, break_on_hyphens=False) for words in rows]
+    forest.set_yticks(range(len(rows)), labels)
     forest.set_ylim(len(rows) - 0.5, -0.5)
-    forest.set_xlabel("validation loss minus that of rms, nats: left is better; 95 % intervals")
+    forest.set_xlabel("validation loss minus that of RMSNorm, nats: left is better; 95 % intervals")
     handles, labels = forest.get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(labels))
     bars.barh(range(len(worth)), worth.values(), color="0.5")

@@ -232,9 +232,10 @@ def worth() -> dict[str, float]:
         np.mean(losses("which_norm/check-W", "rms", learning_rate=rate, init_std=0.08))
         for rate in (0.0044, 0.0022, 0.0088)
     )
+    one_rms = paired("leads/verdict-W", "one-rms", LEADS)
     return {
-        "initial scale 0.08 instead of 0.02": by_std[0.02] - by_std[0.08],
+        "initial weights: std 0.08, not 0.02": by_std[0.02] - by_std[0.08],
         "Muon instead of AdamW": muon_for_adamw().mean(),
-        "the best learning rate, not half or twice that": (half + double) / 2 - here,
-        "one-rms instead of rms": -paired("leads/verdict-W", "one-rms", LEADS).mean(),
+        "the best learning rate instead of half or double": (half + double) / 2 - here,
+        "one-rms instead of RMSNorm": -one_rms.mean(),
     }
