@@ -92,6 +92,7 @@ class AotConfig:
     channels: tuple[int, ...] = key(
         (768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first", least=1
     )
+    variants: bool = key(True, "what training needs more rarely: biases, frozen gains and others")
     batch: tuple[int, ...] = key((), "kernels of decoding: sequences decoded at once", least=1)
     shapes: tuple[str, ...] = key(tuple(SHAPES), "of decoding: shapes, separated by commas")
 
@@ -317,7 +318,8 @@ def measure(kernel: CompiledKernel, assembly: str) -> dict[str, int | None]:
 def training(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
     """Yield (what a row says, launch) of the kernels of training."""
     for channels in config.channels:
-        for name, variant, call in operators(channels, channels == config.channels[0]):
+        all_variants = config.variants and channels == config.channels[0]
+        for name, variant, call in operators(channels, all_variants):
             for launch in launches(call):
                 suffix = "_backward" if launch.kernel.__name__ in BACKWARD else ""
                 yield {"operator": f"{name}{suffix}{variant}", "C": channels}, launch

@@ -7,7 +7,6 @@ there.
 References to appendices and tables are to "Enjoy Your Layer Normalization".
 """
 
-import re
 import warnings
 from collections import defaultdict
 from collections.abc import Collection
@@ -23,6 +22,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from .certificate import Inputs, duplicate, first_line, plain_operations
+from .decompose import decompose, writes
 from .lines import Feeds, Line, aligned, describe, is_tensor, made_by, module_path, shape
 from .rules import feeds, keeps_order, mark, passes_on
 from .siblings import FoldError
@@ -144,9 +144,8 @@ class Graph:
                 # In a block without gradients the exporter would lose sight of the modules.
                 with patch.object(torch._C, "_set_grad_enabled", lambda mode: None):
                     program = torch.export.export(model, args, kwargs, strict=False)
-                targets = [str(node.target) for node in program.graph.nodes]
-                self.writes = any(re.match(r"aten\.\w+_\.", target) for target in targets)
-                program = program.run_decompositions({})
+                self.writes = writes(program.graph)
+                program = decompose(program)
             for node in filter(is_tensor, program.graph.nodes):
                 self._running = [module_path(node)]
                 shape(node)  # raises if the size depends on values

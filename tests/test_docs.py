@@ -404,7 +404,7 @@ def house(tmp_path_factory) -> Path:
     shutil.move(folder / "out/rms", folder / "out/demo")
     with tarfile.open(folder / "results/cpu/table1/runs.tar.xz") as archive:
         some = [file for file in archive if re.match(r"(./)?(rms|coupled)-(8|9|10)\b", file.name)]
-        archive.extractall(folder / "out/small", some, filter="data")
+        archive.extractall(folder / "out/small", some)
     shutil.copytree(folder / "out/small", folder / "out/table1_cpu")
     shutil.copy(folder / "out/demo/ckpt_best.pt", folder / "out/small/rms-8")
     return folder

@@ -180,8 +180,6 @@ def test_a_write_into_a_part_of_a_tensor_is_counted(in_child):
 TODAY = {
     "rms": (),
     "layer": (),
-    "cbwc": (),
-    "coupled, full gradient": (),
     "coupled": ("float32",),
     "coupled, fold": ("autocast",),
 }
@@ -227,9 +225,7 @@ def test_the_table_in_results_is_todays(today):
         if row[name] != pytest.approx(LEDGER[arm][name], rel=1e-3)
     }
     assert {name for row in found.values() for name in row} == LEDGER["rms"].keys()
-    assert changed == (
-        {(arm, "one block") for arm in ("layer", "coupled, full gradient")} if OLDER else set()
-    )
+    assert changed == ({("layer", "one block")} if OLDER else set())
 
 
 def test_what_norms_move_in_the_step_of_training():
