@@ -66,7 +66,7 @@ study.prepare.size_of = lambda _: Size(36000, 5120.0, "")
 judge.run_program(judge.main)
 """
 T = TypeVar("T")
-WORDS = ("config/demo.py", *TINY, "--max_iters=500", "--checkpoint_interval=50")
+WORDS = ("config/demo.py", *TINY, "--max_iters=300", "--checkpoint_interval=30")
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +145,9 @@ def test_a_run_on_two_nodes_goes_on(train_ok, slurm, tmp_path):
     run = tmp_path / "run"
     tasks = ("--ntasks-per-node=2",)
     job = submit("train", slurm, *words, f"--out_dir={run}", options=tasks, NPROC="1")
-    wait_for(lambda: (run / "log.jsonl").exists() and len(steps_of(run)) >= 100)
+    wait_for(lambda: (run / "log.jsonl").exists() and len(steps_of(run)) >= 60)
     said("scancel", "--batch", "--signal=USR1", job)
-    wait_for(lambda: len(steps_of(run)) >= 300)
+    wait_for(lambda: len(steps_of(run)) >= 180)
     said("scontrol", "requeue", job)
     finish(job)
     assert resumes(run, alone) == 2
@@ -165,7 +165,7 @@ def place_of(run: Path) -> dict[str, str]:
 
 def in_the_middle(runs: list[Path], disturbed: list[Path]) -> list[Path]:
     others = [run for run in runs if run not in disturbed]
-    return [run for run in others if len(steps_of(run)) >= 100 and place_of(run)]
+    return [run for run in others if len(steps_of(run)) >= 60 and place_of(run)]
 
 
 def test_a_sweep_of_four_workers_loses_nothing(train_ok, slurm, tmp_path):
