@@ -38,23 +38,26 @@ def writes(graph: fx.Graph) -> bool:
 def is_simple(target: Any) -> bool:
     """Tell whether a call can be taken by itself.
 
-    Blocks, as those of autocast, must be taken apart. BatchNorm writes, in training, though its
-    schema does not say so.
+    Blocks, as those of autocast, must be taken apart. And some operators may write, or write in
+    their parts, though their schema does not say so: BatchNorm, dropout of channels.
     """
     if target is operator.getitem:
         return True
-    return isinstance(target, OpOverload) and "batch_norm" not in target.name()
+    if not isinstance(target, OpOverload):
+        return False
+    may_write = torch.Tag.maybe_aliasing_or_mutating in target.tags
+    may_write = may_write or target is torch.ops.aten.native_batch_norm.default
+    return not may_write or target is torch.ops.aten.dropout.default
 
 
 @cache
 def is_replaced(target: OpOverload) -> bool:
     """Tell whether an operator is composite, and may return a view of what it takes.
 
-    Dropout may as well, in evaluation: torch has a tag for those whose schema does not say so.
+    Dropout may as well, in evaluation, though its schema does not say so.
     """
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), COMPOSITE)
-    may_be_view = target.is_view or torch.Tag.maybe_aliasing_or_mutating in target.tags
-    return is_composite and may_be_view
+    return is_composite and (target.is_view or target is torch.ops.aten.dropout.default)
 
 
 def parts_of(node: Node) -> fx.Graph:

@@ -44,6 +44,7 @@ PLAIN = {
 }
 OTHERS = {
     "dropout in training": lambda h, net: F.dropout(h, 0.5),
+    "dropout of channels": lambda h, net: F.dropout1d(h, 0.5) + F.alpha_dropout(h, 0.5, True),
     "writes": lambda h, net: h.reshape(2, 60).add_(1).view(2, 5, 12)[:, 1:],
     "autocast": lambda h, net: autocast(h, net),
     "a norm of batches": lambda h, net: net.norm.eval()(h.flatten(0, 1)),
