@@ -17,14 +17,9 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.fx.node import map_arg
 
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
-def is_node(value: Any) -> bool:
-    """Tell whether a value is a node; for tree_flatten, a leaf."""
-    return isinstance(value, Node)
 
 
 def writes(graph: fx.Graph) -> bool:
@@ -63,34 +58,32 @@ def is_replaced(target: OpOverload) -> bool:
 def parts_of(node: Node) -> fx.Graph:
     """Return the operators that a composite one is made of.
 
-    The placeholders stand for the nodes among its arguments, in their order.
+    The placeholders stand for the nodes that it takes, in the order of `all_input_nodes`.
     """
-    leaves, spec = tree_flatten((node.args, node.kwargs), is_leaf=is_node)
+    inputs = node.all_input_nodes
 
     def composed(*values: Any) -> Any:
-        given = iter(values)
-        mixed = [next(given) if is_node(leaf) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(mixed, spec)
+        given = dict(zip(inputs, values, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
         return node.target.decompose(*args, **kwargs)
 
-    return make_fx(composed)(*[leaf.meta["val"] for leaf in leaves if is_node(leaf)]).graph
+    return make_fx(composed)(*[x.meta["val"] for x in inputs]).graph
 
 
 def replace(node: Node) -> None:
     """Replace a composite operator in its graph; what replaces it lies in the same module."""
-    leaves, _ = tree_flatten((node.args, node.kwargs), is_leaf=is_node)
-    given = iter(filter(is_node, leaves))
+    given = iter(node.all_input_nodes)
     outer: dict[Node, Node] = {}  # node of the parts -> node here
     with node.graph.inserting_before(node):
         for part in parts_of(node).nodes:
             if part.op == "placeholder":
                 outer[part] = next(given)
             elif part.op == "output":
-                found = tree_map(outer.get, part.args[0], is_leaf=is_node)
+                found = map_arg(part.args[0], outer.__getitem__)
             else:
-                outer[part] = node.graph.node_copy(part, outer.get)
+                outer[part] = node.graph.node_copy(part, outer.__getitem__)
                 outer[part].meta = {**node.meta, "val": part.meta.get("val")}
-    if is_node(found):
+    if isinstance(found, Node):
         node.replace_all_uses_with(found)
     else:  # a list of tensors, of which each is taken by getitem
         for user in list(node.users):

@@ -2,7 +2,7 @@
 
     python -m repro.which_norm
         results/cpu/which_norm: README.md and card.png; and, between markers, the card in
-        docs/which_norm.md, its picture and first sentence in README.md
+        docs/which_norm.md, its picture and answer in README.md
     python -m repro.which_norm results/30m/which_norm/rates-W.tar.xz
         the rate of each arm, from its curve over the learning rate
 
@@ -681,7 +681,7 @@ def main(argv: list[str]) -> None:
     put(ROOT / "docs/which_norm.md", card())
     picture = "![How norms and other choices change the validation loss of small models]"
     put(ROOT / "README.md", f"{picture}(results/cpu/which_norm/card.png)\n\n{linked()}")
-    print(f"wrote {OUT}, the card in docs/which_norm.md, and its first sentence in README.md")
+    print(f"wrote {OUT}, the card in docs/which_norm.md, and its answer in README.md")
 
 
 if __name__ == "__main__":
