@@ -52,12 +52,12 @@ OTHER_ARMS = {
 # Arm -> its words in the picture
 ON_CARD = {
     "peri": "Peri-LN",
-    "one-rms": "one-rms",
-    "deepnorm-common": "DeepNorm, usual initial weights",
-    "coupled-full-gradient": "CoupledNorm, full gradient",
-    "coupled-block-0": "CoupledNorm, block 0 alone",
+    "one-rms": "CoupledNorm with one RMS",
+    "deepnorm-common": "DeepNorm",
+    "coupled-full-gradient": "CoupledNorm with full gradient",
+    "coupled-block-0": "CoupledNorm only in the first block",
     "coupled": "CoupledNorm",
-    "rms-qk-norm": "RMSNorm and QK-norm",
+    "rms-qk-norm": "RMSNorm plus QK-norm",
     "layer": "LayerNorm",
 }
 BASELINE = PLAN["baseline"]
@@ -405,8 +405,8 @@ def rates_table(found: dict[str, Curve]) -> str:
 # --------------------------------------------------------------------- what else a setting is worth
 
 # Two of the choices that `worth` compares
-SCALE = "initial weights: std 0.08, not 0.02"
-OPTIMIZER = "Muon instead of AdamW"
+SCALE = "initial weights: std 0.02 or 0.08"
+OPTIMIZER = "AdamW or Muon"
 
 
 def by_settings(shape: str, arm: str) -> dict[tuple[float, float], list[float]]:
@@ -432,7 +432,7 @@ def muon_for_adamw() -> Estimate:
 
 
 def worth() -> dict[str, float]:
-    """Return by how much one choice instead of another lowers the loss in the wide shape, nats.
+    """Return by how much one choice or another changes the loss in the wide shape, nats.
 
     All but the norm for `rms`. Initial scale: the chosen init_std, not GPT-2's, each at its best
     rate. Optimiser: likewise. Learning rate: not half or double of it, the mean of both. Norm: the
@@ -456,10 +456,10 @@ def worth() -> dict[str, float]:
     return {
         SCALE: min(by_std[0.02]) - min(by_std[chosen[1]]),
         OPTIMIZER: muon_for_adamw().mean,
-        "the best learning rate instead of half or double": float(
+        "halving or doubling the learning rate, on average": float(
             np.mean(others) - np.mean(checked[chosen])
         ),
-        f"{ON_CARD[best]} instead of RMSNorm": gains[best],
+        f"for comparison: RMSNorm or {ON_CARD[best]}": gains[best],
     }
 
 
@@ -469,13 +469,13 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**Start with RMSNorm before each sublayer. In small models, some norms did better:**
+**Start with RMSNorm before each sublayer. In small models, other norms did better:**
 
 - wide model: Peri-LN
-- deep model: DeepNorm, two variants of CoupledNorm
-- both models: a third variant of CoupledNorm, named one-rms
+- deep model: DeepNorm; CoupledNorm with full gradient; CoupledNorm only in the first block
+- both models: CoupledNorm with one RMS
 
-**Initial weights and optimiser matter more.**"""
+**In the wide model, initial weights and optimiser mattered more.**"""
 CALLED_BETTER = {
     WIDE: {"peri", "one-rms"},
     DEEP: {"coupled-full-gradient", "coupled-block-0", "deepnorm-common", "one-rms"},
@@ -507,8 +507,9 @@ def headline() -> str:
 
 def linked() -> str:
     """Return the headline as README has it, each norm with a link to its formula."""
-    text = re.sub("Peri-LN|CoupledNorm|DeepNorm", r"[\g<0>](docs/norms.md)", headline())
-    return text.replace("one-rms", "[one-rms](docs/which_norm.md#how-to-read-the-card)")
+    one_rms = ON_CARD["one-rms"]
+    text = headline().replace(one_rms, f"[{one_rms}](docs/which_norm.md#how-to-read-the-card)")
+    return re.sub("(?<!\\[)(Peri-LN|CoupledNorm|DeepNorm)", r"[\g<0>](docs/norms.md)", text)
 
 
 def notes() -> str:
@@ -636,7 +637,7 @@ def page() -> str:
         "concluded when it was done.",
         card(),
         "![The card as a figure](card.png)",
-        f"What other choices lower the loss by in the wide shape, nats: {'; '.join(settings)}.",
+        f"By how much other choices change the loss in the wide shape, nats: {'; '.join(settings)}.",
         "## All differences",
         difference_table(),
         "## The declared tests\n\nThe larger p of both shapes, one-sided, Holm over four arms.",

@@ -22,14 +22,14 @@ def draw_card(
         rows: an arm's words -> its Difference under each condition, None where it was not run.
         names: of the conditions.
         margin: a grey band on both sides of zero, nats.
-        worth: a choice instead of another -> nats by which it lowers the loss.
+        worth: a choice -> nats by which it changes the loss.
         target: file.
     """
     figure, (forest, bars) = plt.subplots(
         1, 2, figsize=(12, 1.6 + 0.8 * len(rows)), width_ratios=[3, 2], layout="constrained"
     )
-    forest.set_title("A norm instead of RMSNorm", fontsize=10)
-    forest.axvspan(-margin, margin, color="0.9", label="effect of 2 % more or fewer tokens")
+    forest.set_title("Norms compared with RMSNorm", fontsize=10)
+    forest.axvspan(-margin, margin, color="0.9", label="small differences: worth less than 2 % of the tokens")
     forest.axvline(0, color="0.4", linewidth=1)
     for place, found in enumerate(rows.values()):
         for index, (name, row) in enumerate(zip(names, found, strict=True)):
@@ -51,6 +51,6 @@ def draw_card(
     bars.barh(range(len(worth)), worth.values(), color="0.5")
     bars.set_yticks(range(len(worth)), [textwrap.fill(choice, 22) for choice in worth])
     bars.invert_yaxis()
-    bars.set_title("Other choices, in the wide model", fontsize=10)
-    bars.set_xlabel("validation loss is lower by, nats")
+    bars.set_title("How much other choices matter (wide model)", fontsize=10)
+    bars.set_xlabel("validation loss changes by, nats")
     save(figure, target)

@@ -234,8 +234,8 @@ def worth() -> dict[str, float]:
     )
     one_rms = paired("leads/verdict-W", "one-rms", LEADS)
     return {
-        "initial weights: std 0.08, not 0.02": by_std[0.02] - by_std[0.08],
-        "Muon instead of AdamW": muon_for_adamw().mean(),
-        "the best learning rate instead of half or double": (half + double) / 2 - here,
-        "one-rms instead of RMSNorm": -one_rms.mean(),
+        "initial weights: std 0.02 or 0.08": by_std[0.02] - by_std[0.08],
+        "AdamW or Muon": muon_for_adamw().mean(),
+        "halving or doubling the learning rate, on average": (half + double) / 2 - here,
+        "for comparison: RMSNorm or CoupledNorm with one RMS": -one_rms.mean(),
     }
