@@ -55,7 +55,7 @@ ON_CARD = {
     "one-rms": "CoupledNorm with one RMS",
     "deepnorm-common": "DeepNorm",
     "coupled-full-gradient": "CoupledNorm with full gradient",
-    "coupled-block-0": "CoupledNorm only in the first block",
+    "coupled-block-0": "CoupledNorm in one block",
     "coupled": "CoupledNorm",
     "rms-qk-norm": "RMSNorm plus QK-norm",
     "layer": "LayerNorm",
@@ -459,7 +459,7 @@ def worth() -> dict[str, float]:
         "halving or doubling the learning rate, on average": float(
             np.mean(others) - np.mean(checked[chosen])
         ),
-        f"for comparison: RMSNorm or {ON_CARD[best]}": gains[best],
+        f"for comparison: {ON_CARD[best]}": gains[best],
     }
 
 
@@ -469,10 +469,10 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**Start with RMSNorm before each sublayer. In small models, other norms did better:**
+**Use RMSNorm before each sublayer. Other norms did better, but we tried only small models:**
 
 - wide model: Peri-LN
-- deep model: DeepNorm; CoupledNorm with full gradient; CoupledNorm only in the first block
+- deep model: DeepNorm; CoupledNorm with full gradient; CoupledNorm in one block
 - both models: CoupledNorm with one RMS
 
 **In the wide model, initial weights and optimiser mattered more.**"""

@@ -29,7 +29,12 @@ def draw_card(
         1, 2, figsize=(12, 1.6 + 0.8 * len(rows)), width_ratios=[3, 2], layout="constrained"
     )
     forest.set_title("Norms compared with RMSNorm", fontsize=10)
-    forest.axvspan(-margin, margin, color="0.9", label="small differences: worth less than 2 % of the tokens")
+    forest.axvspan(
+        -margin,
+        margin,
+        color="0.9",
+        label="small: less than the effect of training on 2 % more tokens",
+    )
     forest.axvline(0, color="0.4", linewidth=1)
     for place, found in enumerate(rows.values()):
         for index, (name, row) in enumerate(zip(names, found, strict=True)):
@@ -52,5 +57,5 @@ def draw_card(
     bars.set_yticks(range(len(worth)), [textwrap.fill(choice, 22) for choice in worth])
     bars.invert_yaxis()
     bars.set_title("How much other choices matter (wide model)", fontsize=10)
-    bars.set_xlabel("validation loss changes by, nats")
+    bars.set_xlabel("change of validation loss, nats")
     save(figure, target)
