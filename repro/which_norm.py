@@ -637,7 +637,7 @@ def page() -> str:
         "concluded when it was done.",
         card(),
         "![The card as a figure](card.png)",
-        f"By how much other choices change the loss in the wide shape, nats: {'; '.join(settings)}.",
+        f"How much other choices change the loss in the wide shape, nats: {'; '.join(settings)}.",
         "## All differences",
         difference_table(),
         "## The declared tests\n\nThe larger p of both shapes, one-sided, Holm over four arms.",
