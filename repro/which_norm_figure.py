@@ -10,52 +10,41 @@ from common.plotting import COLORS, save, style
 
 
 def draw_card(
-    rows: dict[str, list[Any]],
-    names: tuple[str, ...],
-    margin: float,
+    rows: dict[str, dict[str, Any]],
     worth: dict[str, float],
     target: Path,
 ) -> None:
-    """Draw a forest of differences, arms by conditions, beside what other choices are worth.
+    """Draw a forest of differences, arms by models, beside what other choices are worth.
 
     Args:
-        rows: an arm's words -> its Difference under each condition, None where it was not run.
-        names: of the conditions.
-        margin: a grey band on both sides of zero, nats.
+        rows: an arm's words -> a model's words -> its Difference, None where it was not run.
         worth: a choice -> nats by which it changes the loss.
         target: file.
     """
     figure, (forest, bars) = plt.subplots(
-        1, 2, figsize=(12, 1.6 + 0.8 * len(rows)), width_ratios=[3, 2], layout="constrained"
+        1, 2, figsize=(12, 1.6 + 0.5 * len(rows)), width_ratios=[3, 2], layout="constrained"
     )
     forest.set_title("Norms compared with RMSNorm", fontsize=10)
-    forest.axvspan(
-        -margin,
-        margin,
-        color="0.9",
-        label="small: less than the effect of training on 2 % more tokens",
-    )
     forest.axvline(0, color="0.4", linewidth=1)
     for place, found in enumerate(rows.values()):
-        for index, (name, row) in enumerate(zip(names, found, strict=True)):
-            height = place + 0.2 * (index - (len(names) - 1) / 2)
+        for index, (model, row) in enumerate(found.items()):
+            height = place + 0.24 * (index - (len(found) - 1) / 2)
             if row is None or not row.is_whole:
                 words = "not run" if row is None else row.text()
                 forest.text(0.002, height, words, color=COLORS[index], fontsize=7, va="center")
                 continue
-            label = f"{name}, {len(row.condition.seeds)} pairs" if place == 0 else None
+            label = model if place == 0 else None
             look = style(index) | {"markersize": 5, "linestyle": ""}
             forest.plot(row.estimate.interval(), [height] * 2, color=COLORS[index], linewidth=1.4)
             forest.plot(row.estimate.mean, height, label=label, **look)
-    labels = [textwrap.fill(words, 16, break_on_hyphens=False) for words in rows]
+    labels = [textwrap.fill(words, 26, break_on_hyphens=False) for words in rows]
     forest.set_yticks(range(len(rows)), labels)
     forest.set_ylim(len(rows) - 0.5, -0.5)
     forest.set_xlabel("validation loss minus that of RMSNorm, nats: left is better; 95 % intervals")
-    handles, labels = forest.get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(labels))
+    forest.legend(fontsize=9, loc="lower left")
     bars.barh(range(len(worth)), worth.values(), color="0.5")
     bars.set_yticks(range(len(worth)), [textwrap.fill(choice, 22) for choice in worth])
     bars.invert_yaxis()
     bars.set_title("How much other choices matter (wide model)", fontsize=10)
-    bars.set_xlabel("change of validation loss, nats")
+    bars.set_xlabel("size of the effect on validation loss, nats")
     save(figure, target)

@@ -236,6 +236,6 @@ def worth() -> dict[str, float]:
     return {
         "initial weights: std 0.02 or 0.08": by_std[0.02] - by_std[0.08],
         "AdamW or Muon": muon_for_adamw().mean(),
-        "halving or doubling the learning rate, on average": (half + double) / 2 - here,
+        "halving or doubling the learning rate (mean of both)": (half + double) / 2 - here,
         "for comparison: CoupledNorm with one RMS": -one_rms.mean(),
     }
