@@ -18,7 +18,7 @@ def draw_card(
 
     Args:
         rows: an arm's words -> a model's words -> its Difference, None where it was not run.
-        worth: a choice -> nats by which it changes the loss.
+        worth: a choice instead of another -> nats by which it lowers the loss.
         target: file.
     """
     figure, (forest, bars) = plt.subplots(
@@ -45,6 +45,6 @@ def draw_card(
     bars.barh(range(len(worth)), worth.values(), color="0.5")
     bars.set_yticks(range(len(worth)), [textwrap.fill(choice, 22) for choice in worth])
     bars.invert_yaxis()
-    bars.set_title("How much other choices matter (wide model)", fontsize=10)
-    bars.set_xlabel("size of the effect on validation loss, nats")
+    bars.set_title("How much a choice matters (wide model)", fontsize=10)
+    bars.set_xlabel("validation loss is lower by, nats")
     save(figure, target)

@@ -141,7 +141,7 @@ def test_the_card_is_that_of_a_second_implementation():
         f"than {mean:.4f} in either is borderline (p {p:.3f}; {stricter:.3f} at",
         f"{worth[which_norm.OPTIMIZER]:.4f} nats ({nearer:.4f} to {farther:.4f}, four seeds) below",
         f"{bad} of {len(everywhere)} `rms` runs at its rate",
-        f"How much other choices change the loss in the wide shape, nats: {settings}.",
+        f"What choices lower the loss by in the wide shape, nats: {settings}.",
     ):
         assert said in text
 
