@@ -468,7 +468,7 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**Use RMSNorm before each sublayer. Some norms beat it in our small models, perhaps only there:**
+**Use RMSNorm before each sublayer until larger runs disagree. Better in small models:**
 
 - wide model: Peri-LN
 - deep model:
@@ -477,7 +477,7 @@ HEADLINE = """\
   - CoupledNorm in the first block
 - both: CoupledNorm with one RMS
 
-**Initial weights and optimiser mattered more than norms.**"""
+**In the wide model, initial weights and optimiser mattered more than norms.**"""
 CALLED_BETTER = {
     WIDE: {"peri", "one-rms"},
     DEEP: {"coupled-full-gradient", "coupled-block-0", "deepnorm-common", "one-rms"},
