@@ -52,10 +52,10 @@ OTHER_ARMS = {
 # Arm -> its words in the picture
 ON_CARD = {
     "peri": "Peri-LN",
-    "one-rms": "CoupledNorm with one RMS",
+    "one-rms": "one-RMS CoupledNorm",
     "deepnorm-common": "DeepNorm",
-    "coupled-full-gradient": "CoupledNorm with full gradient",
-    "coupled-block-0": "CoupledNorm in the first block",
+    "coupled-full-gradient": "full-gradient CoupledNorm",
+    "coupled-block-0": "first-block CoupledNorm",
     "coupled": "CoupledNorm",
     "rms-qk-norm": "RMSNorm plus QK-norm",
     "layer": "LayerNorm",
@@ -446,8 +446,8 @@ def worth() -> dict[str, float]:
     rates = {}
     for factor in PLAN["check"]["factors"]:
         other = np.mean(checked[chosen[0] * factor, chosen[1]])
-        words = "half of it" if factor < 1 else "double"
-        rates[f"learning rate: the best, not {words}"] = float(other - np.mean(checked[chosen]))
+        words = "half" if factor < 1 else "double"
+        rates[f"learning rate: best, not {words}"] = float(other - np.mean(checked[chosen]))
     gains = {
         row.arm: -row.estimate.mean
         for row in all_differences()
@@ -468,14 +468,15 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**Use RMSNorm before each sublayer until larger runs disagree. Better in small models:**
+**Use RMSNorm before each sublayer until larger runs show something better. In our small models,
+some norms did better:**
 
 - wide model: Peri-LN
 - deep model:
   - DeepNorm
-  - CoupledNorm with full gradient
-  - CoupledNorm in the first block
-- both: CoupledNorm with one RMS
+  - full-gradient CoupledNorm
+  - first-block CoupledNorm
+- both models: one-RMS CoupledNorm
 
 **In the wide model, initial weights and optimiser mattered more than norms.**"""
 CALLED_BETTER = {
@@ -511,7 +512,7 @@ def linked() -> str:
     """Return the headline as README has it, each norm with a link to its formula."""
     one_rms = ON_CARD["one-rms"]
     text = headline().replace(one_rms, f"[{one_rms}](docs/which_norm.md#how-to-read-the-card)")
-    return re.sub("(?<!\\[)(Peri-LN|CoupledNorm|DeepNorm)", r"[\g<0>](docs/norms.md)", text)
+    return re.sub("(?<!RMS )(Peri-LN|CoupledNorm|DeepNorm)", r"[\g<0>](docs/norms.md)", text)
 
 
 def notes() -> str:
