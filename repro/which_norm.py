@@ -56,7 +56,7 @@ ON_CARD = {
     "deepnorm-common": "DeepNorm",
     "coupled-full-gradient": "full-gradient CoupledNorm",
     "coupled-block-0": "first-block CoupledNorm",
-    "coupled": "CoupledNorm",
+    "coupled": "plain CoupledNorm",
     "rms-qk-norm": "RMSNorm plus QK-norm",
     "layer": "LayerNorm",
 }
@@ -446,8 +446,8 @@ def worth() -> dict[str, float]:
     rates = {}
     for factor in PLAN["check"]["factors"]:
         other = np.mean(checked[chosen[0] * factor, chosen[1]])
-        words = "half" if factor < 1 else "double"
-        rates[f"learning rate: best, not {words}"] = float(other - np.mean(checked[chosen]))
+        words = "half of it" if factor < 1 else "double"
+        rates[f"best learning rate, not {words}"] = float(other - np.mean(checked[chosen]))
     gains = {
         row.arm: -row.estimate.mean
         for row in all_differences()
@@ -468,8 +468,7 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**Use RMSNorm before each sublayer until larger runs show something better. In our small models,
-some norms did better:**
+**Use RMSNorm before each sublayer until larger runs confirm what did better in our small models:**
 
 - wide model: Peri-LN
 - deep model:

@@ -236,7 +236,7 @@ def worth() -> dict[str, float]:
     return {
         "initial weights: std 0.08, not 0.02": by_std[0.02] - by_std[0.08],
         "optimiser: Muon, not AdamW": muon_for_adamw().mean(),
-        "learning rate: best, not half": half - here,
-        "learning rate: best, not double": double - here,
+        "best learning rate, not half of it": half - here,
+        "best learning rate, not double": double - here,
         "norm: one-RMS CoupledNorm, not RMSNorm": -one_rms.mean(),
     }
