@@ -405,8 +405,8 @@ def rates_table(found: dict[str, Curve]) -> str:
 # --------------------------------------------------------------------- what else a setting is worth
 
 # Two of the choices that `worth` compares
-SCALE = "initial weights: std 0.08, not 0.02"
-OPTIMIZER = "optimiser: Muon, not AdamW"
+SCALE = "initial weights: std 0.08 instead of 0.02"
+OPTIMIZER = "optimiser: Muon instead of AdamW"
 
 
 def by_settings(shape: str, arm: str) -> dict[tuple[float, float], list[float]]:
@@ -447,7 +447,7 @@ def worth() -> dict[str, float]:
     for factor in PLAN["check"]["factors"]:
         other = np.mean(checked[chosen[0] * factor, chosen[1]])
         words = "half of it" if factor < 1 else "double"
-        rates[f"best learning rate, not {words}"] = float(other - np.mean(checked[chosen]))
+        rates[f"best learning rate instead of {words}"] = float(other - np.mean(checked[chosen]))
     gains = {
         row.arm: -row.estimate.mean
         for row in all_differences()
@@ -458,7 +458,7 @@ def worth() -> dict[str, float]:
         SCALE: min(by_std[0.02]) - min(by_std[chosen[1]]),
         OPTIMIZER: muon_for_adamw().mean,
         **rates,
-        f"norm: {ON_CARD[best]}, not RMSNorm": gains[best],
+        f"norm: {ON_CARD[best]} instead of RMSNorm": gains[best],
     }
 
 
@@ -468,7 +468,8 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**Use RMSNorm before each sublayer until larger runs confirm what did better in our small models:**
+**Use RMSNorm before each sublayer.** Norms that did better in our small models, not yet tested in \
+larger ones:
 
 - wide model: Peri-LN
 - deep model:
@@ -477,7 +478,7 @@ HEADLINE = """\
   - first-block CoupledNorm
 - both models: one-RMS CoupledNorm
 
-**In the wide model, initial weights and optimiser mattered more than norms.**"""
+In the wide model, initial weights and optimiser mattered more than norms."""
 CALLED_BETTER = {
     WIDE: {"peri", "one-rms"},
     DEEP: {"coupled-full-gradient", "coupled-block-0", "deepnorm-common", "one-rms"},

@@ -234,9 +234,9 @@ def worth() -> dict[str, float]:
     )
     one_rms = paired("leads/verdict-W", "one-rms", LEADS)
     return {
-        "initial weights: std 0.08, not 0.02": by_std[0.02] - by_std[0.08],
-        "optimiser: Muon, not AdamW": muon_for_adamw().mean(),
-        "best learning rate, not half of it": half - here,
-        "best learning rate, not double": double - here,
-        "norm: one-RMS CoupledNorm, not RMSNorm": -one_rms.mean(),
+        "initial weights: std 0.08 instead of 0.02": by_std[0.02] - by_std[0.08],
+        "optimiser: Muon instead of AdamW": muon_for_adamw().mean(),
+        "best learning rate instead of half of it": half - here,
+        "best learning rate instead of double": double - here,
+        "norm: one-RMS CoupledNorm instead of RMSNorm": -one_rms.mean(),
     }
