@@ -446,8 +446,10 @@ def worth() -> dict[str, float]:
     rates = {}
     for factor in PLAN["check"]["factors"]:
         other = np.mean(checked[chosen[0] * factor, chosen[1]])
-        words = "half of it" if factor < 1 else "double"
-        rates[f"best learning rate instead of {words}"] = float(other - np.mean(checked[chosen]))
+        words = "half" if factor < 1 else "twice"
+        rates[f"best learning rate instead of {words} that"] = float(
+            other - np.mean(checked[chosen])
+        )
     gains = {
         row.arm: -row.estimate.mean
         for row in all_differences()
@@ -471,12 +473,12 @@ HEADLINE = """\
 **Use RMSNorm before each sublayer.** Norms that did better in our small models, not yet tested in \
 larger ones:
 
+- both models: one-RMS CoupledNorm
 - wide model: Peri-LN
 - deep model:
   - DeepNorm
   - full-gradient CoupledNorm
   - first-block CoupledNorm
-- both models: one-RMS CoupledNorm
 
 In the wide model, initial weights and optimiser mattered more than norms."""
 CALLED_BETTER = {

@@ -45,6 +45,6 @@ def draw_card(
     bars.barh(range(len(worth)), worth.values(), color="0.5")
     bars.set_yticks(range(len(worth)), [textwrap.fill(choice, 22) for choice in worth])
     bars.invert_yaxis()
-    bars.set_title("How much a choice matters (wide model)", fontsize=10)
+    bars.set_title("What a better choice gains (wide model)", fontsize=10)
     bars.set_xlabel("validation loss is lower by, nats")
     save(figure, target)
