@@ -446,8 +446,8 @@ def worth() -> dict[str, float]:
     rates = {}
     for factor in PLAN["check"]["factors"]:
         other = np.mean(checked[chosen[0] * factor, chosen[1]])
-        words = "half" if factor < 1 else "twice"
-        rates[f"best learning rate instead of {words} that"] = float(
+        words = "half" if factor < 1 else "double"
+        rates[f"best learning rate instead of {words} the best"] = float(
             other - np.mean(checked[chosen])
         )
     gains = {
@@ -470,8 +470,8 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**Use RMSNorm before each sublayer.** Norms not yet tested in larger models, but better in our \
-small ones:
+**Use RMSNorm before each sublayer.** Larger models are untested. In our small wide and deep models, \
+other norms did better:
 
 - both models: one-RMS CoupledNorm
 - wide model: Peri-LN
