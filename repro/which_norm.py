@@ -470,8 +470,8 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**Use RMSNorm before each sublayer.** Larger models are untested. In our small wide and deep models, \
-other norms did better:
+**Use RMSNorm before each sublayer.** Norms that did better in our two small models, not \
+tested in larger ones:
 
 - both models: one-RMS CoupledNorm
 - wide model: Peri-LN
