@@ -446,8 +446,8 @@ def worth() -> dict[str, float]:
     rates = {}
     for factor in PLAN["check"]["factors"]:
         other = np.mean(checked[chosen[0] * factor, chosen[1]])
-        words = "half" if factor < 1 else "double"
-        rates[f"best learning rate instead of {words} of it"] = float(
+        words = "half" if factor < 1 else "twice"
+        rates[f"best learning rate instead of {words} its value"] = float(
             other - np.mean(checked[chosen])
         )
     gains = {
@@ -470,8 +470,8 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**Use RMSNorm before each sublayer.** Norms that did better, but are tested only in small \
-models:
+**Use RMSNorm before each sublayer.** Norms that did better in our small models, not yet \
+tested in larger ones:
 
 - both models: one-RMS CoupledNorm
 - wide model: Peri-LN

@@ -30,7 +30,7 @@ def draw_card(
         for index, (model, row) in enumerate(found.items()):
             height = place + 0.24 * (index - (len(found) - 1) / 2)
             if row is None or not row.is_whole:
-                words = "not run" if row is None else row.text()
+                words = f"{model}: {'not run' if row is None else row.text()}"
                 forest.text(0.002, height, words, color=COLORS[index], fontsize=7, va="center")
                 continue
             label = model if place == 0 else None
