@@ -470,10 +470,9 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**Use RMSNorm before each sublayer.** Norms that did better in our small models, not yet \
-tested in larger ones:
+**For now, use RMSNorm before each sublayer.** Promising norms, which did better in our small models:
 
-- both models: one-RMS CoupledNorm
+- wide and deep model: one-RMS CoupledNorm
 - wide model: Peri-LN
 - deep model:
   - DeepNorm
