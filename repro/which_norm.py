@@ -470,9 +470,10 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**For now, use RMSNorm before each sublayer.** Promising norms, which did better in our small models:
+**For now, use RMSNorm before each sublayer.** Promising norms, which did better in our \
+small models:
 
-- wide and deep model: one-RMS CoupledNorm
+- each model: one-RMS CoupledNorm
 - wide model: Peri-LN
 - deep model:
   - DeepNorm
