@@ -443,13 +443,12 @@ def worth() -> dict[str, float]:
         # val_loss of these runs is over the whole split
         by_std.setdefault(run.config["init_std"], []).append(run.metrics["val_loss"])
     checked = by_settings("W", BASELINE)
+    at_best = np.mean(checked[chosen])
     rates = {}
     for factor in PLAN["check"]["factors"]:
         other = np.mean(checked[chosen[0] * factor, chosen[1]])
         words = "half" if factor < 1 else "twice"
-        rates[f"best learning rate instead of {words} its value"] = float(
-            other - np.mean(checked[chosen])
-        )
+        rates[f"best learning rate instead of {words} its value"] = float(other - at_best)
     gains = {
         row.arm: -row.estimate.mean
         for row in all_differences()
@@ -513,8 +512,12 @@ def headline() -> str:
 def linked() -> str:
     """Return the headline as README has it, each norm with a link to its formula."""
     one_rms = ON_CARD["one-rms"]
-    text = headline().replace(one_rms, f"[{one_rms}](docs/which_norm.md#how-to-read-the-card)")
-    return re.sub("(?<!RMS )(Peri-LN|CoupledNorm|DeepNorm)", r"[\g<0>](docs/norms.md)", text)
+
+    def link(found: re.Match[str]) -> str:
+        page = "which_norm.md#how-to-read-the-card" if found[0] == one_rms else "norms.md"
+        return f"[{found[0]}](docs/{page})"
+
+    return re.sub(f"{one_rms}|Peri-LN|CoupledNorm|DeepNorm", link, headline())
 
 
 def notes() -> str:
