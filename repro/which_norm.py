@@ -448,7 +448,7 @@ def worth() -> dict[str, float]:
     for factor in PLAN["check"]["factors"]:
         other = np.mean(checked[chosen[0] * factor, chosen[1]])
         words = "half" if factor < 1 else "twice"
-        rates[f"learning rate: best instead of {words} the best"] = float(other - at_best)
+        rates[f"learning rate: best instead of {words} as high"] = float(other - at_best)
     gains = {
         row.arm: -row.estimate.mean
         for row in all_differences()
@@ -469,8 +469,8 @@ def worth() -> dict[str, float]:
 # Written by hand, and held against the archives: the arms that it calls better in a shape are those
 # that `better_arms` finds there, and what matters more is worth that to `rms`.
 HEADLINE = """\
-**For now, use RMSNorm before each sublayer.** Promising norms, which did better in our two \
-small models:
+**For now, use RMSNorm before each sublayer.** Promising norms, better in one or both of \
+our small models:
 
 - both models: one-RMS CoupledNorm
 - wide model: Peri-LN

@@ -236,7 +236,7 @@ def worth() -> dict[str, float]:
     return {
         "initial weights: std 0.08 instead of 0.02": by_std[0.02] - by_std[0.08],
         "optimiser: Muon instead of AdamW": muon_for_adamw().mean(),
-        "learning rate: best instead of half the best": half - here,
-        "learning rate: best instead of twice the best": double - here,
+        "learning rate: best instead of half as high": half - here,
+        "learning rate: best instead of twice as high": double - here,
         "norm: one-RMS CoupledNorm instead of RMSNorm": -one_rms.mean(),
     }
