@@ -437,18 +437,19 @@ def worth() -> dict[str, float]:
     All but the norm for `rms`. Initial scale: the chosen init_std, not GPT-2's, each at its best
     rate. Optimiser: likewise. Norm: the one that gains most.
     """
-    chosen = chosen_settings("W")
+    best_rate, std = chosen_settings("W")
     by_std: dict[float, list[float]] = {}
     for run in read_alike("init_std/W", "init_std", "weight_decay", *RATES):
         # val_loss of these runs is over the whole split
         by_std.setdefault(run.config["init_std"], []).append(run.metrics["val_loss"])
     checked = by_settings("W", BASELINE)
-    at_best = np.mean(checked[chosen])
+    at_best = np.mean(checked[best_rate, std])
     rates = {}
     for factor in PLAN["check"]["factors"]:
-        other = np.mean(checked[chosen[0] * factor, chosen[1]])
-        words = "half" if factor < 1 else "twice"
-        rates[f"learning rate: best instead of {words} as high"] = float(other - at_best)
+        other = factor * best_rate
+        verb = "raised" if factor < 1 else "lowered"
+        gain = np.mean(checked[other, std]) - at_best
+        rates[f"learning rate: {verb} from {other:g} to {best_rate:g}"] = float(gain)
     gains = {
         row.arm: -row.estimate.mean
         for row in all_differences()
@@ -456,7 +457,7 @@ def worth() -> dict[str, float]:
     }
     best = max(gains, key=gains.get)
     return {
-        SCALE: min(by_std[0.02]) - min(by_std[chosen[1]]),
+        SCALE: min(by_std[0.02]) - min(by_std[std]),
         OPTIMIZER: muon_for_adamw().mean,
         **rates,
         f"norm: {ON_CARD[best]} instead of RMSNorm": gains[best],
