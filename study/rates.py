@@ -48,7 +48,7 @@ def level_of(
     Args:
         losses: place -> seed -> loss, infinite where the run diverged.
     """
-    both = [its[second] - its[first] for its in losses.values() if second in its]
+    both = [its[second] - its[first] for its in losses.values() if {first, second} <= its.keys()]
     finite = [difference for difference in both if math.isfinite(difference)]
     shift = statistics.fmean(finite) if finite else 0.0
     return statistics.fmean(

@@ -304,6 +304,17 @@ def test_rates_are_chosen_by_the_loss_that_decides(archives):
     assert "Not settled: `rms`: the best is at an end, 0.0031; `layer`: " in lasts.page()
 
 
+def test_a_second_seed_may_come_before_the_first(archives):
+    """Its loss stands on the level of the first seed, by the rates that have both."""
+    found = study([])
+    found["S"].remove(next(run for run in found["S"] if run.config["learning_rate"] == 0.0022))
+    archives(found)
+    rms = lasts.rates()["rms"]
+    assert set(rms.losses[0.0022]) == {101}
+    assert rms.at(0.0022) == pytest.approx(1.35) and rms.at(0.0031) == pytest.approx(1.3)
+    assert "Not settled: `rms`: a second seed at 0.0022" in lasts.page()
+
+
 def test_runs_carry_the_declaration(monkeypatch):
     """Those of a study that is there do; of another text they are refused."""
     declared.read.cache_clear()
