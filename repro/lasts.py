@@ -39,7 +39,8 @@ from repro.which_norm import (
 )
 
 STDLIB_TOKENS = 349_064  # targets of data/stdlib's val split
-STEPS = {"S": 7680, "M-3840": 3840, "M-15360": 15360, "A": 7680}
+XEON = "S-Xeon"  # runs of S on the processor on which it was begun: they choose nothing
+STEPS = {"S": 7680, XEON: 7680, "M-3840": 3840, "M-15360": 15360, "A": 7680}
 SCREENED = set(PLAN["rates"]["seeds"])
 SLOPE_SEEDS = set(range(150, 154))
 SEEDS = set(range(800, 820))
@@ -112,7 +113,7 @@ def read(archive: str) -> list[Run]:
 def check_study() -> None:
     """Raise UserError if the runs of all stages are not of one study, as it was declared."""
     slopes = read("M-3840") + read("M-15360")
-    everything = read("S") + slopes + read("A")
+    everything = read("S") + read(XEON) + slopes + read("A")
     check_one_study(everything, "max_iters", "eval_interval", "planned_seeds", *RATES)
     declared.check_seeds(read("S"), SCREENED)
     declared.check_seeds(slopes, SLOPE_SEEDS)
@@ -360,6 +361,33 @@ def rates_part() -> list[str]:
     return [rates_table(found), *([f"Not settled: {'; '.join(said)}."] if said else [])]
 
 
+def xeon_part() -> list[str]:
+    """Say how far from the runs of S the same runs end on another processor."""
+    elsewhere = ends_by_settings(XEON)
+    if not elsewhere:
+        return []
+    here = ends_by_settings("S")
+    apart = [here[same] - loss for same, loss in elsewhere.items() if same in here]
+    words = (
+        f"{len(elsewhere)} runs on another model of processor ({XEON}.tar.xz) choose nothing, for "
+        "all rates of an arm and seed must be of one model."
+    )
+    if apart:
+        words += (
+            f" {len(apart)} of them were run again: they end {min(apart):+.4f} to "
+            f"{max(apart):+.4f} from where they ended there."
+        )
+    return [words]
+
+
+def ends_by_settings(archive: str) -> dict[tuple[str, float, int], float]:
+    """Return (arm, learning rate, seed) -> the loss that decides."""
+    return {
+        (arm_name(run), run.config["learning_rate"], run.seed): deciding(run)
+        for run in read(archive)
+    }
+
+
 def slope_part() -> list[str]:
     """Return the losses that the slope comes from, and the slope."""
     if not has_slope():
@@ -382,6 +410,7 @@ def page() -> str:
         "split. This page: `python -m repro.lasts`.",
         "## Learning rates (selection seeds; no verdicts)",
         *rates_part(),
+        *xeon_part(),
         "## What tokens are worth",
         *slope_part(),
         "## Verdict",

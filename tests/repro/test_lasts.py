@@ -304,6 +304,22 @@ def test_rates_are_chosen_by_the_loss_that_decides(archives):
     assert "Not settled: `rms`: the best is at an end, 0.0031; `layer`: " in lasts.page()
 
 
+def test_runs_on_the_first_processor_choose_nothing(archives):
+    found = archives(study([]))
+    page = lasts.page()
+    settings = SAME | {"learning_rate": 0.0031, "max_iters": 7680}
+    found["S-Xeon"] = [
+        made("rms", 100, 1.2996, **settings),
+        made("rms", 100, 1.1, **settings | {"learning_rate": 0.0011}),
+    ]
+    added = [line for line in lasts.page().splitlines() if line not in page.splitlines()]
+    assert len(added) == 1 and added[0].startswith("2 runs on another model of processor")
+    assert "1 of them were run again: they end +0.0004 to +0.0004 from" in added[0]
+    found["S-Xeon"] = [made("rms", 100, 1.1, **settings | {"study": "another"})]
+    with pytest.raises(UserError, match="study"):
+        lasts.page()
+
+
 def test_a_second_seed_may_come_before_the_first(archives):
     """Its loss stands on the level of the first seed, by the rates that have both."""
     found = study([])
